@@ -11,12 +11,15 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <linux/tcp.h> /* newer than netinet/tcp.h */
+#include <limits.h>
 #include <pthread.h>
+#include <setjmp.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/select.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
 
@@ -1759,6 +1762,295 @@ static const char *cancelled(size_t with_poll)
 	return NULL;
 }
 
+/* Waits for the end of a thread. */
+static const char *ends(pthread_t thread, void **result)
+{
+	struct timespec until;
+	int e;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += LONG_MS / 1000;
+	e = pthread_timedjoin_np(thread, result, &until);
+	if (e) {
+		pthread_cancel(thread);
+		pthread_join(thread, NULL);
+	}
+	ENSURE(!e, "the thread does not end: %s", strerror(e));
+	return NULL;
+}
+
+/* Returns whether a thread still runs after a short time. If not, it is joined. */
+static bool runs(pthread_t thread, void **result)
+{
+	sleep_ms(SHORT_MS);
+	return pthread_tryjoin_np(thread, result) == EBUSY;
+}
+
+/* The bytes of `write_much`: more than sockets accept for a peer that does not read. */
+#define MUCH (16u << 20)
+
+/* Writes until an error, or to the end. Returns the errno, or 0. */
+static void *write_much(void *arg)
+{
+	static char block[MUCH];
+	int fd = *(int *)arg;
+
+	for (size_t at = 0; at < MUCH;) {
+		ssize_t n = write(fd, block, MUCH - at);
+
+		if (n <= 0)
+			return (void *)(intptr_t)(n ? errno : EIO);
+		at += (size_t)n;
+	}
+	return NULL;
+}
+
+static const char *reads_much(int fd)
+{
+	static char block[1 << 20];
+
+	for (size_t at = 0; at < MUCH;) {
+		ssize_t n = read(fd, block, sizeof block);
+
+		ENSURE(n > 0, "after %zu bytes: %s", at, n ? strerror(errno) : "end");
+		at += (size_t)n;
+	}
+	return NULL;
+}
+
+enum { SHUT_BOTH = 1, WITH_POLL = 2 };
+
+/* A thread that waits for data returns when another thread shuts the connection down. */
+static const char *shut_down_wakes(size_t how)
+{
+	struct pair p;
+	pthread_t thread;
+	void *result;
+	int set;
+	char byte;
+
+	TRY(connected(&p));
+	ENSURE(!pthread_create(&thread, NULL, how & WITH_POLL ? poll_for_ever : read_for_ever, &p.b), "pthread_create");
+	sleep_ms(20);
+	ENSURE(!shutdown(p.b, how & SHUT_BOTH ? SHUT_RDWR : SHUT_RD), "shutdown: %s", strerror(errno));
+	TRY(ends(thread, &result));
+	if (!(how & WITH_POLL))
+		ENSURE(result == 0, "read returns %td", (intptr_t)result);
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN, 1));
+	TRY(reports(set, how & SHUT_BOTH ? EPOLLIN | EPOLLHUP : EPOLLIN, 1));
+	if (how & SHUT_BOTH) {
+		ENSURE(read(p.a, &byte, 1) == 0, "the peer does not see the end");
+		return NULL;
+	}
+	/* The other direction works as before. */
+	ENSURE(!pthread_create(&thread, NULL, write_much, &p.b), "pthread_create");
+	TRY(reads_much(p.a));
+	TRY(ends(thread, &result));
+	ENSURE(result == NULL, "write: %s", strerror((int)(intptr_t)result));
+	return NULL;
+}
+
+/*
+ * A descriptor is closed while a thread reads from it, and its number becomes that of another connection. The thread gets nothing of
+ * that, and the other connection gets nothing of the old one.
+ */
+static const char *closed_while_read(size_t upgraded)
+{
+	struct pair p, q;
+	pthread_t thread;
+	void *result;
+
+	TRY(connected(&p));
+	ENSURE(!pthread_create(&thread, NULL, read_for_ever, (int[]){ p.b }), "pthread_create");
+	sleep_ms(20);
+	close(p.b);
+	if (upgraded) {
+		TRY(connected(&q));
+	} else {
+		int local[2];
+
+		ENSURE(!socketpair(AF_UNIX, SOCK_STREAM, 0, local), "socketpair: %s", strerror(errno));
+		q = (struct pair){ local[0], local[1] };
+		keep_fd(q.a);
+		keep_fd(q.b);
+	}
+	ENSURE(dup2(q.a, p.b) == p.b, "dup2: %s", strerror(errno));
+	if (q.a != p.b)
+		close(q.a);
+	q.a = p.b;
+	TRY(text(q.a, "new"));
+	TRY(text(q.b, "own"));
+	TRY(text(p.a, "o"));
+	TRY(ends(thread, &result));
+	ENSURE((intptr_t)result != 3, "the thread has read from another connection");
+	TRY(takes(q.b, "new"));
+	TRY(takes(q.a, "own"));
+	return NULL;
+}
+
+/* With MSG_TRUNC the bytes are discarded, and the buffer is not used. Errors are not taken from the data. */
+static const char *discards(size_t arg)
+{
+	struct pair p;
+	char text_of[8] = "xxxxxxx";
+	struct iovec part = { text_of, sizeof text_of };
+	struct msghdr message = { .msg_iov = &part, .msg_iovlen = 1 };
+	ssize_t n;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(text(p.a, "hello"));
+	ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll");
+	n = recvmsg(p.b, &message, MSG_ERRQUEUE | MSG_DONTWAIT);
+	ENSURE(n < 0 && errno == EAGAIN, "MSG_ERRQUEUE: %zd", n);
+	n = recv(p.b, NULL, 2, MSG_TRUNC);
+	ENSURE(n == 2, "recv without a buffer: %zd (%s)", n, strerror(errno));
+	n = recv(p.b, text_of, 1, MSG_TRUNC);
+	ENSURE(n == 1 && text_of[0] == 'x', "recv: %zd, '%c'", n, text_of[0]);
+	n = recv(p.b, NULL, INT_MAX, MSG_TRUNC);
+	ENSURE(n == 2, "recv of the rest: %zd (%s)", n, strerror(errno));
+	n = recv(p.b, NULL, INT_MAX, MSG_TRUNC | MSG_DONTWAIT);
+	ENSURE(n < 0 && errno == EAGAIN, "recv of nothing: %zd", n);
+	return NULL;
+}
+
+static void no_action(int signal)
+{
+	(void)signal;
+}
+
+/* Sets the handler of SIGUSR1, and the flags of that of SIGALRM, which ends a test that takes too long. */
+static const char *handles(int flags)
+{
+	struct sigaction action = { .sa_handler = no_action, .sa_flags = flags };
+
+	ENSURE(!sigaction(SIGUSR1, &action, NULL), "sigaction: %s", strerror(errno));
+	ENSURE(!sigaction(SIGALRM, NULL, &action), "sigaction: %s", strerror(errno));
+	action.sa_flags = flags;
+	ENSURE(!sigaction(SIGALRM, &action, NULL), "sigaction: %s", strerror(errno));
+	return NULL;
+}
+
+enum { TIME_LIMIT, SIGNAL, SIGNAL_THAT_RESTARTS };
+
+/* A write that waits, beside a thread that reads, ends at its time limit or when a signal arrives. */
+static const char *blocked_write_ends(size_t how)
+{
+	struct pair p;
+	pthread_t reader, writer;
+	void *result;
+
+	TRY(connected(&p));
+	TRY(handles(how == SIGNAL_THAT_RESTARTS ? SA_RESTART : 0));
+	if (how == TIME_LIMIT)
+		ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDTIMEO, &(struct timeval){ .tv_usec = 50000 }, sizeof(struct timeval)),
+		       "setsockopt: %s", strerror(errno));
+	ENSURE(!pthread_create(&reader, NULL, read_for_ever, &p.a), "pthread_create");
+	ENSURE(!pthread_create(&writer, NULL, write_much, &p.a), "pthread_create");
+	if (how == SIGNAL_THAT_RESTARTS) {
+		for (int i = 0; i < 4; i++) {
+			ENSURE(runs(writer, &result), "the write has ended");
+			pthread_kill(writer, SIGUSR1);
+		}
+		TRY(reads_much(p.b));
+	}
+	bool ended = false;
+	for (int i = 0; how == SIGNAL && !ended && i < 20; i++) {
+		pthread_kill(writer, SIGUSR1);
+		ended = !runs(writer, &result);
+	}
+	if (!ended)
+		TRY(ends(writer, &result));
+	int expected[] = { EAGAIN, EINTR, 0 };
+	ENSURE((intptr_t)result == expected[how], "write: %s", strerror((int)(intptr_t)result));
+	TRY(text(p.b, "x"));
+	return ends(reader, NULL);
+}
+
+/* Of two threads that read, both continue after a signal whose handler has SA_RESTART. */
+static const char *reads_restart(size_t arg)
+{
+	struct pair p;
+	pthread_t readers[2];
+	void *result;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(handles(SA_RESTART));
+	for (int i = 0; i < 2; i++) {
+		ENSURE(!pthread_create(&readers[i], NULL, read_for_ever, &p.a), "pthread_create");
+		sleep_ms(10);
+	}
+	for (int i = 0; i < 4; i++) {
+		ENSURE(runs(readers[0], &result) && runs(readers[1], &result), "a read has ended");
+		pthread_kill(readers[i % 2], SIGUSR1);
+	}
+	TRY(text(p.b, "xy"));
+	for (int i = 0; i < 2; i++) {
+		TRY(ends(readers[i], &result));
+		ENSURE((intptr_t)result == 1, "read returns %td", (intptr_t)result);
+	}
+	return NULL;
+}
+
+static sigjmp_buf out;
+
+static void jump(int signal)
+{
+	(void)signal;
+	siglongjmp(out, 1);
+}
+
+/* A signal handler leaves a call that waits by a jump. The connection can be used afterwards. */
+static const char *jumps(size_t with_poll)
+{
+	struct sigaction action = { .sa_handler = jump };
+	struct itimerval soon = { .it_value = { .tv_usec = 20000 } };
+	struct pollfd fds = { .events = POLLIN };
+	static struct pair p; /* local variables could be lost by the jump */
+
+	TRY(connected(&p));
+	ENSURE(!sigaction(SIGALRM, &action, NULL), "sigaction: %s", strerror(errno));
+	if (!sigsetjmp(out, 1)) {
+		ENSURE(!setitimer(ITIMER_REAL, &soon, NULL), "setitimer: %s", strerror(errno));
+		with_poll ? poll_for_ever(&p.b) : read_for_ever(&p.b);
+		return "the call has ended";
+	}
+	TRY(text(p.a, "ab"));
+	fds.fd = p.b;
+	ENSURE(poll(&fds, 1, LONG_MS) == 1, "poll does not report the data after a jump");
+	return takes(p.b, "ab");
+}
+
+#define BOTH_SEND 200000u
+
+static void *send_then_read(void *arg)
+{
+	static __thread char block[BOTH_SEND];
+	int fd = *(int *)arg;
+
+	return (void *)(intptr_t)(write(fd, block, BOTH_SEND) != BOTH_SEND || recv(fd, block, BOTH_SEND, MSG_WAITALL) != BOTH_SEND);
+}
+
+/* Both ends send before they read. */
+static const char *both_send(size_t arg)
+{
+	struct pair p;
+	pthread_t threads[2];
+	void *result;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!pthread_create(&threads[0], NULL, send_then_read, &p.a), "pthread_create");
+	ENSURE(!pthread_create(&threads[1], NULL, send_then_read, &p.b), "pthread_create");
+	for (int i = 0; i < 2; i++) {
+		TRY(ends(threads[i], &result));
+		ENSURE(!result, "a call has failed");
+	}
+	return NULL;
+}
+
 /* Writes a pattern without end, in blocks of many lengths. The byte 255 is not in it. */
 static void *write_pattern(void *p)
 {
@@ -1902,6 +2194,20 @@ static const struct test tests[] = {
 	{ "read_and_polled", read_and_polled, 0, 0, false },
 	{ "polled_after_read", polled_after_read, 0, 0, false },
 	{ "cancelled_read", cancelled, 0, 0, false },
+	{ "shut_down_wakes_read", shut_down_wakes, 0, 0, false },
+	{ "shut_down_wakes_read_both", shut_down_wakes, SHUT_BOTH, 0, false },
+	{ "shut_down_wakes_poll", shut_down_wakes, WITH_POLL, 0, false },
+	{ "shut_down_wakes_poll_both", shut_down_wakes, WITH_POLL | SHUT_BOTH, 0, false },
+	{ "closed_while_read", closed_while_read, 0, 0, false },
+	{ "closed_while_read_upgraded", closed_while_read, 1, 0, false },
+	{ "discards", discards, 0, 0, false },
+	{ "blocked_write_times_out", blocked_write_ends, TIME_LIMIT, 0, false },
+	{ "blocked_write_interrupted", blocked_write_ends, SIGNAL, 0, false },
+	{ "blocked_write_restarts", blocked_write_ends, SIGNAL_THAT_RESTARTS, 0, false },
+	{ "reads_restart", reads_restart, 0, 0, false },
+	{ "jumps_from_read", jumps, 0, 0, false },
+	{ "jumps_from_poll", jumps, 1, 0, false },
+	{ "both_send", both_send, 0, 0, false },
 	{ "cancelled_poll", cancelled, 1, 0, false },
 	{ "cancelled_write", cancelled_write, 0, 0, false },
 };

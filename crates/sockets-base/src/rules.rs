@@ -226,8 +226,9 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             crc: false,
-            // The initial window has room for a usual request and its response. Larger maximums do not increase the throughput.
-            window: (16 << 10, 1 << 20),
+            // The initial window is about what the kernel accepts for a peer that does not read, because there are programs of which both ends
+            // send before they read. Larger maximums do not increase the throughput.
+            window: (256 << 10, 1 << 20),
             hides_io_uring: true,
             fallback: Fallback::Silent,
             ask: 1000,

@@ -96,6 +96,8 @@ states! {
         Handed = 9 "the program passed it to another program",
         /// The peer passed the connection to another program before its first use.
         Refused = 10 "the peer passed it to another program",
+        /// The peer wrote, or closed the connection, before the Request was sent.
+        PeerWroteFirst = 11 "the peer wrote before the Request was sent",
     }
 }
 

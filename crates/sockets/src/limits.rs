@@ -101,6 +101,9 @@ pub const DESCRIPTORS: usize = 1 << 20;
 /// Milliseconds after which a waiting thread checks again: a writer that waits for another thread, or a
 /// thread that has no eventfd.
 pub const FOLLOW: u64 = 20;
+/// Milliseconds after which a writer looks for credit if the carrier is shut down for receiving, because `poll` then returns at once.
+pub const DEAF_TICK: i32 = 1;
+
 /// Bytes that are peeked at to find a Request: the length of the longest start-up frame.
 pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
 /// Bytes of the memory that forked processes share for the owner of each stream, one word each.

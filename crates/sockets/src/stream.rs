@@ -204,6 +204,8 @@ pub struct Stream {
     /// The program has closed the stream while another thread receives from the carrier without the lock of the stream. That thread may
     /// take bytes at any time, so what arrives here is discarded.
     blind: bool,
+    /// The carrier is shut down for receiving: it has bytes or none, but never waits for them. See [`Self::deafen`].
+    deaf: bool,
     urgent: Option<u8>,
     memory_out: MemoryOut,
     /// The time in milliseconds at which a write last found the memory empty, or unread for so long that the connection was checked.
@@ -425,6 +427,7 @@ impl Stream {
             few: true,
             has_payload: false,
             blind: false,
+            deaf: false,
             urgent: None,
             memory_out: MemoryOut::Never,
             checked: 0,
@@ -746,6 +749,10 @@ impl Stream {
     ) -> bool {
         self.has_payload = false;
         let n = match result {
+            Ok(0) if self.deaf && !sys::has_peer_ended(fd) => {
+                self.drained = true;
+                return false;
+            }
             Ok(0) => {
                 // A FIN ends the stream cleanly only between two messages.
                 let is_clean = !self.was_reset || self.rx.ended();
@@ -1762,6 +1769,18 @@ impl Stream {
             self.uncork(fd);
         }
         Ok(())
+    }
+
+    /// Wakes the threads that receive from the carrier, after `shutdown(SHUT_RD)`. Nothing else can wake a thread in a blocking receive.
+    /// The peer's messages still arrive afterwards.
+    pub fn deafen(&mut self, fd: c_int) {
+        self.deaf = true;
+        sys::shut_down_receiving(fd);
+    }
+
+    /// See [`Self::deafen`].
+    pub fn is_deaf(&self) -> bool {
+        self.deaf
     }
 
     /// Called when the program closes the stream. Returns whether [`Self::drain`] has to continue: bytes are left to send, or Limit

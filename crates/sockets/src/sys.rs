@@ -334,6 +334,66 @@ pub fn is_delivered(fd: c_int) -> bool {
     r != 0 || left == 0
 }
 
+/// The end of a call with SO_RCVTIMEO or SO_SNDTIMEO. The clock is read when the call sleeps for the first time.
+#[derive(Debug, Default)]
+pub struct TimeLimit(Option<Option<Instant>>);
+
+impl TimeLimit {
+    /// Returns the remaining milliseconds, or -1 if there is no limit. `option`: the name of the option.
+    pub fn left(&mut self, fd: c_int, option: c_int) -> c_int {
+        let end = *self.0.get_or_insert_with(|| {
+            let ms = u64::try_from(timeout(fd, option)).ok()?;
+            Instant::now().checked_add(Duration::from_millis(ms))
+        });
+        let Some(end) = end else { return -1 };
+        let left = end.saturating_duration_since(Instant::now());
+        let micros = left.as_micros();
+        c_int::try_from(micros.div_ceil(1000)).unwrap_or(c_int::MAX)
+    }
+}
+
+/// Returns whether the peer has ended its direction of the connection, or the connection has ended.
+pub fn has_peer_ended(fd: c_int) -> bool {
+    const ESTABLISHED: u8 = 1;
+    const FIN_WAIT_1: u8 = 4;
+    const FIN_WAIT_2: u8 = 5;
+    // SAFETY: the structure consists of integers.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut len = size_of::<libc::tcp_info>() as socklen_t;
+    // SAFETY: the length is that of the structure.
+    let r = unsafe {
+        real::getsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            (&raw mut info).cast(),
+            &raw mut len,
+        )
+    };
+    r != 0 || ![ESTABLISHED, FIN_WAIT_1, FIN_WAIT_2].contains(&info.tcpi_state)
+}
+
+/// Shuts a connection down for receiving, which wakes the threads that receive from it.
+pub fn shut_down_receiving(fd: c_int) {
+    // SAFETY: no pointer is passed.
+    unsafe {
+        real::shutdown(fd, libc::SHUT_RD);
+    }
+}
+
+/// Returns whether a call that a signal has interrupted continues (`SA_RESTART`). Which signal it was is not known, so all handlers of the
+/// process must have the flag. The library's waits are calls of `poll`, which the kernel never continues.
+pub fn signals_restart() -> bool {
+    (1..=64).all(|signal| {
+        // SAFETY: the structure consists of integers.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: the action is only read. The C library refuses the signals that it uses itself.
+        let r = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
+        let handled = ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction);
+        r != 0 || !handled || action.sa_flags & libc::SA_RESTART != 0
+    })
+}
+
 /// Closes a descriptor of the library.
 pub fn close(fd: c_int) {
     // SAFETY: the caller owns the descriptor.

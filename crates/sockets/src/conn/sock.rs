@@ -14,9 +14,10 @@ use crate::queue::Dest;
 use crate::spin;
 use crate::stream::{self, First, News, Pending, Room, Stream};
 use crate::sys;
-use anywarp_core::lock::{Condvar, Mutex};
+use anywarp_core::lock::Mutex;
 use libc::c_int;
 use sockets_base::stat::Why;
+use std::cell::RefCell;
 use std::io::IoSlice;
 use std::sync::MutexGuard;
 use std::sync::atomic::{
@@ -59,8 +60,12 @@ pub struct Sock {
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
     direct: AtomicBool,
+    /// The thread of `direct` (see [`this_thread`]).
+    receiver: AtomicUsize,
+    /// The number of writers that sleep.
+    waiting_writers: AtomicU32,
     /// The eventfds of threads that poll the connection, or sleep in a call that reads, while another thread receives as described at
-    /// `direct` or sleeps too. The kernel does not tell them of bytes that the other thread has taken.
+    /// `direct` or sleeps too, and of followers. The kernel does not tell them of bytes that the other thread has taken.
     watchers: Mutex<Vec<c_int>>,
     /// There may be watchers. Changed with `inner` locked.
     watched: AtomicBool,
@@ -69,9 +74,7 @@ pub struct Sock {
     leads: AtomicBool,
     /// The eventfd that wakes the leader, or -1.
     kick: AtomicI32,
-    /// Signalled when `turn` changes and `followers` is not 0, because a signal is a system call even without a waiting thread.
-    taken: Condvar,
-    /// The number of threads that wait for `taken`, or are about to wait. They are the *followers*: writers other than the leader.
+    /// The number of *followers*: writers other than the leader that wait for a change of `turn`, or are about to wait.
     followers: AtomicU32,
     /// Incremented by each event for which followers may wait, if there are followers.
     turn: AtomicU64,
@@ -87,6 +90,10 @@ pub struct Sock {
     forked: AtomicBool,
     /// The child cannot use the connection, because a thread of the parent held its lock at the fork.
     lost: AtomicBool,
+    /// The program has closed the last descriptor.
+    closed: AtomicBool,
+    /// The connection has ended, and this object is used for another one as soon as no thread sleeps in a call on it.
+    parked: AtomicBool,
 }
 
 /// Returned in place of an errno: the connection has become plain, so the caller passes the call to the kernel.
@@ -103,19 +110,45 @@ enum Got {
     Whole,
     /// The errno with which the call of the program fails if it has read nothing.
     Failed(c_int),
+    /// The program has closed the connection, so the received bytes were discarded.
+    Closed,
+}
+
+thread_local! {
+    /// The connections of which this thread is counted as a sleeper.
+    static SLEEPS: RefCell<Vec<&'static Sock>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Called at the start of a call that may sleep. If the thread still counts as a sleeper, a signal handler has left an earlier call by
+/// siglongjmp, or the caller is a signal handler that has interrupted a wait. In both cases the thread does not sleep.
+pub fn wake_this_thread() {
+    let next = || SLEEPS.try_with(|all| all.try_borrow_mut().ok()?.pop());
+    while let Ok(Some(sock)) = next() {
+        sock.uncount();
+    }
+}
+
+/// Returns a number that no other running thread has. Cheaper than the thread's id in the kernel.
+fn this_thread() -> usize {
+    thread_local!(static PLACE: u8 = const { 0 });
+    // While the thread ends, it has no number.
+    PLACE
+        .try_with(|place| std::ptr::from_ref(place).addr())
+        .unwrap_or(0)
 }
 
 /// A thread that receives from the carrier without the lock of the stream.
-struct Receiver<'a> {
-    sock: &'a Sock,
+struct Receiver {
+    sock: &'static Sock,
     is_over: bool,
     /// No other thread waits for this one.
     is_alone: bool,
 }
 
-impl<'a> Receiver<'a> {
+impl Receiver {
     /// The stream must be locked.
-    fn new(sock: &'a Sock) -> Self {
+    fn new(sock: &'static Sock) -> Self {
+        sock.receiver.store(this_thread(), Ordering::Relaxed);
         sock.direct.store(true, Ordering::Release);
         Self {
             sock,
@@ -135,15 +168,37 @@ impl<'a> Receiver<'a> {
 }
 
 /// The stream must not be locked. The thread may have been cancelled in the receive call, and then [`Receiver::end`] was not called.
-impl Drop for Receiver<'_> {
+impl Drop for Receiver {
     fn drop(&mut self) {
         if !self.is_over {
             self.end();
-        } else if self.is_alone {
-            return;
         }
-        self.sock.wake_followers();
-        self.sock.ring_watchers();
+        if !self.is_alone {
+            self.sock.wake_followers();
+            self.sock.ring_watchers();
+        }
+        self.sock.reuse();
+    }
+}
+
+/// A writer that sleeps.
+#[derive(Debug)]
+pub struct WaitingWriter {
+    sock: &'static Sock,
+    /// The writer is a follower, and this is its eventfd, if it has one.
+    follows: Option<Option<c_int>>,
+}
+
+impl Drop for WaitingWriter {
+    fn drop(&mut self) {
+        if let Some(kick) = self.follows {
+            if let Some(kick) = kick {
+                self.sock.unwatch(kick);
+            }
+            self.sock.followers.fetch_sub(1, Ordering::SeqCst);
+        }
+        self.sock.waiting_writers.fetch_sub(1, Ordering::SeqCst);
+        self.sock.reuse();
     }
 }
 
@@ -220,11 +275,12 @@ impl Sock {
             inner: Mutex::new(None),
             sleepers: AtomicI32::new(0),
             direct: AtomicBool::new(false),
+            receiver: AtomicUsize::new(0),
+            waiting_writers: AtomicU32::new(0),
             watchers: Mutex::new(Vec::new()),
             watched: AtomicBool::new(false),
             leads: AtomicBool::new(false),
             kick: AtomicI32::new(-1),
-            taken: Condvar::new(),
             followers: AtomicU32::new(0),
             turn: AtomicU64::new(0),
             sets: Mutex::new(Vec::new()),
@@ -234,6 +290,8 @@ impl Sock {
             owner: Mutex::new(None),
             forked: AtomicBool::new(false),
             lost: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            parked: AtomicBool::new(false),
         }
     }
 
@@ -243,11 +301,10 @@ impl Sock {
         let sock = sock.unwrap_or_else(|| Box::leak(Box::new(Self::fresh())));
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
-        sock.sleepers.store(0, Ordering::Relaxed);
-        sock.direct.store(false, Ordering::Relaxed);
         sock.copied.store(false, Ordering::Relaxed);
         sock.forked.store(false, Ordering::Relaxed);
         sock.lost.store(false, Ordering::Relaxed);
+        sock.closed.store(false, Ordering::Relaxed);
         sock.mode.store(mode as u8, Ordering::Release);
         LIVE.fetch_add(1, Ordering::Relaxed);
         UNDECIDED.fetch_add(1, Ordering::Relaxed);
@@ -331,16 +388,44 @@ impl Sock {
             }
             *lock(&self.inner) = None;
             *lock(&self.owner) = None;
-            self.leads.store(false, Ordering::SeqCst);
-            let kick = self.kick.swap(-1, Ordering::AcqRel);
-            if kick >= 0 {
-                table::close_own(kick);
-            }
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
-            lock(&FREE).push(self);
+            self.parked.store(true, Ordering::SeqCst);
+            self.wake(News {
+                readable: true,
+                writable: true,
+            });
+            self.reuse();
         }
         last
+    }
+
+    /// Makes this object available for another connection, if its own has ended and no thread sleeps in a call on it. Such a thread would
+    /// take the new connection for the old one.
+    fn reuse(&'static self) {
+        let is_used = || {
+            self.direct.load(Ordering::SeqCst)
+                || self.sleepers.load(Ordering::SeqCst) > 0
+                || self.waiting_writers.load(Ordering::SeqCst) > 0
+        };
+        if !self.parked.load(Ordering::SeqCst)
+            || is_used()
+            || !self.parked.swap(false, Ordering::SeqCst)
+        {
+            return;
+        }
+        self.leads.store(false, Ordering::SeqCst);
+        let kick = self.kick.swap(-1, Ordering::AcqRel);
+        if kick >= 0 {
+            table::close_own(kick);
+        }
+        lock(&FREE).push(self);
+    }
+
+    /// Returns whether `fd` is not a descriptor of the connection any more: the program has closed it while this thread slept.
+    pub fn is_closed(&'static self, fd: c_int) -> bool {
+        let is_mine = || table::sock(fd).is_some_and(|sock| std::ptr::eq(sock, self));
+        self.closed.load(Ordering::SeqCst) || self.mode() == Mode::Up && !is_mine()
     }
 
     /// Decides whether the connection is upgraded, if that is possible now. `writes`: the program writes before it reads, so the
@@ -414,7 +499,7 @@ impl Sock {
             let until = Instant::now() + Duration::from_millis(limits::HAND_OVER);
             // The stream is not handed over while another thread receives from the carrier, because nothing makes that
             // thread return.
-            let is_free = !self.direct.load(Ordering::SeqCst);
+            let is_free = !self.is_received_elsewhere();
             let is_plain = is_free && inner.as_mut().is_some_and(|s| s.hand_over(fd, until));
             drop(inner);
             if is_plain {
@@ -469,6 +554,12 @@ impl Sock {
         let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if self.mode() != Mode::Connecting {
+            return;
+        }
+        if sys::peek(fd, &mut [0]).is_ok() {
+            // The accepting program has written before it saw a Request, so its end is plain. Or it has closed the connection.
+            drop(inner);
+            self.go_plain(fd, Why::PeerWroteFirst);
             return;
         }
         let Some(initiator) = stream::initiator(policy::settings().crc) else {
@@ -531,7 +622,9 @@ impl Sock {
         self.sleepers.store(0, Ordering::Relaxed);
         self.direct.store(false, Ordering::Relaxed);
         self.watched.store(false, Ordering::Relaxed);
+        self.leads.store(false, Ordering::Relaxed);
         self.followers.store(0, Ordering::Relaxed);
+        self.waiting_writers.store(0, Ordering::Relaxed);
     }
 
     /// Returns whether this process may use the stream; makes it the owner if there is none.
@@ -637,6 +730,8 @@ impl Sock {
     ) -> (Result<(), c_int>, bool) {
         sys::cancellation_point();
         let mut start = dest.done();
+        // Each call that receives has the whole time limit. This one is for messages without payload that end such a call.
+        let mut limit = sys::TimeLimit::default();
         loop {
             let mut stays = sys::NotCancelled::begin();
             let mut inner = lock(&self.inner);
@@ -656,6 +751,7 @@ impl Sock {
             let failed = match got {
                 Got::Failed(errno) => errno,
                 Got::Nothing | Got::Bytes | Got::Whole => 0,
+                Got::Closed => return (Err(libc::EBADF), false),
             };
             let Some(stream) = inner.as_mut() else {
                 return (Err(GONE), false);
@@ -675,7 +771,7 @@ impl Sock {
             }
             let is_counted = repeats && !is_alone;
             if is_counted {
-                self.sleepers.fetch_add(1, Ordering::SeqCst);
+                self.asleep();
             }
             let mut news = stream.news();
             news.readable &= stream.is_readable();
@@ -688,7 +784,7 @@ impl Sock {
             // A limit for the peer may not fit into the carrier.
             worker::watch(fd, self, pending);
             drop(stays);
-            if is_alone {
+            if is_alone && limit.left(fd, libc::SO_RCVTIMEO) != 0 {
                 start = dest.done();
                 continue;
             }
@@ -700,12 +796,16 @@ impl Sock {
     }
 
     /// Receives from the carrier by a call that blocks, while the stream is not locked. Only in that call the thread may be cancelled.
-    fn receive<'a>(
-        &'a self,
-        inner: MutexGuard<'a, Option<Box<Stream>>>,
+    fn receive(
+        &'static self,
+        inner: MutexGuard<'static, Option<Box<Stream>>>,
         fd: c_int,
         dest: &mut Dest<'_, '_>,
-    ) -> (MutexGuard<'a, Option<Box<Stream>>>, Got, sys::NotCancelled) {
+    ) -> (
+        MutexGuard<'static, Option<Box<Stream>>>,
+        Got,
+        sys::NotCancelled,
+    ) {
         let Some(stream) = inner.as_ref() else {
             return (inner, Got::Nothing, sys::NotCancelled::begin());
         };
@@ -728,6 +828,15 @@ impl Sock {
         });
         let stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
+        // If the connection has another descriptor, the bytes belong to that.
+        let fd = if self.is_closed(fd) {
+            match table::find(self) {
+                Some(other) => other,
+                None => return (inner, Got::Closed, stays),
+            }
+        } else {
+            fd
+        };
         if let Some(stream) = inner.as_mut() {
             if let Ok(n) = result
                 && n < plan.asked()
@@ -748,7 +857,7 @@ impl Sock {
     /// that thread will write to the eventfd that `kick` returns. Returns whether it will.
     pub fn watch(&self, kick: impl FnOnce() -> Option<c_int>) -> bool {
         let _inner = lock(&self.inner);
-        if !self.direct.load(Ordering::SeqCst) {
+        if !self.is_received_elsewhere() {
             return false;
         }
         let Some(kick) = kick() else { return false };
@@ -764,7 +873,7 @@ impl Sock {
         if inner.as_ref().is_none_or(|stream| stream.is_readable()) {
             return Others::Left;
         }
-        if !self.direct.load(Ordering::SeqCst) && self.sleepers.load(Ordering::SeqCst) <= 1 {
+        if !self.is_received_elsewhere() && self.sleepers.load(Ordering::SeqCst) <= 1 {
             return Others::Absent;
         }
         let kick = kick();
@@ -793,20 +902,41 @@ impl Sock {
     }
 
     /// Called by a counted sleeper after it was woken.
-    pub fn awake(&self) {
+    pub fn awake(&'static self) {
+        let found = SLEEPS.try_with(|all| {
+            let mut all = all.try_borrow_mut().ok()?;
+            let at = all.iter().rposition(|sock| std::ptr::eq(*sock, self));
+            Some(at.map(|at| all.swap_remove(at)).is_some())
+        });
+        // If it is not found, `wake_this_thread` has ended the count.
+        if !matches!(found, Ok(Some(false))) {
+            self.uncount();
+        }
+    }
+
+    fn uncount(&'static self) {
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         self.wake_followers();
+        self.reuse();
     }
 
     /// Counts the caller as a sleeper, before it checks the stream and then sleeps until the carrier has events.
-    pub fn asleep(&self) {
+    pub fn asleep(&'static self) {
+        // While the thread ends, it has no list.
+        let _ = SLEEPS.try_with(|all| all.try_borrow_mut().map(|mut all| all.push(self)));
         self.sleepers.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Returns whether the caller may receive from the carrier, because no thread receives from it without the lock or sleeps for its
     /// bytes. The stream must be locked.
     pub fn may_pull(&self) -> bool {
-        self.sleepers.load(Ordering::SeqCst) <= 0 && !self.direct.load(Ordering::Acquire)
+        self.sleepers.load(Ordering::SeqCst) <= 0 && !self.is_received_elsewhere()
+    }
+
+    /// Returns whether another thread receives from the carrier without the lock. If `direct` is due to this thread, a signal handler has
+    /// left the call by siglongjmp.
+    fn is_received_elsewhere(&self) -> bool {
+        self.direct.load(Ordering::SeqCst) && self.receiver.load(Ordering::Relaxed) != this_thread()
     }
 
     /// Wakes the threads that wait for a change like `news`.
@@ -826,9 +956,9 @@ impl Sock {
     fn wake_followers(&self) {
         if self.followers.load(Ordering::SeqCst) > 0 {
             self.turn.fetch_add(1, Ordering::SeqCst);
-            // A follower that has read `turn` but does not wait yet holds this lock.
+            // A follower that has read `turn` but is not in `watchers` yet holds this lock.
             drop(lock(&self.inner));
-            self.taken.notify_all();
+            self.ring_watchers();
         }
     }
 
@@ -923,15 +1053,66 @@ impl Sock {
         }
     }
 
-    /// Waits until `turn` has changed; [`Self::write`] has counted the caller as a follower. The wait is bounded, because a
-    /// leader that is cancelled while it sleeps does not wake followers.
-    pub fn follow(&self, turn: u64) {
-        let inner = lock(&self.inner);
-        if self.turn.load(Ordering::SeqCst) == turn {
-            let wait = Duration::from_millis(limits::FOLLOW);
-            drop(self.taken.wait_timeout(inner, wait));
+    /// Called by a writer that is about to sleep. The result is dropped when it is awake.
+    pub fn sleeping_writer(&'static self) -> WaitingWriter {
+        self.waiting_writers.fetch_add(1, Ordering::SeqCst);
+        WaitingWriter {
+            sock: self,
+            follows: None,
         }
-        self.followers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Waits until `turn` has changed; [`Self::write`] has counted the caller as a follower. `kick` returns the eventfd of this thread. The
+    /// wait is bounded, because a leader that is cancelled while it sleeps does not wake followers.
+    ///
+    /// # Errors
+    /// EINTR.
+    pub fn follow(
+        &'static self,
+        turn: u64,
+        kick: impl FnOnce() -> Option<c_int>,
+        timeout: c_int,
+    ) -> Result<(), c_int> {
+        let mut writer = self.sleeping_writer();
+        writer.follows = Some(None);
+        let inner = lock(&self.inner);
+        if self.turn.load(Ordering::SeqCst) != turn {
+            drop(inner);
+            return Ok(());
+        }
+        let kick = kick();
+        if let Some(kick) = kick {
+            lock(&self.watchers).push(kick);
+            self.watched.store(true, Ordering::Release);
+            writer.follows = Some(Some(kick));
+        }
+        drop(inner);
+        let longest = limits::FOLLOW as c_int;
+        let ms = if timeout < 0 {
+            longest
+        } else {
+            timeout.min(longest)
+        };
+        sys::poll_kicked(-1, 0, kick, ms).map(|_| ())
+    }
+
+    /// Shuts the stream down. A thread that sleeps in a call that reads, or polls, is woken if the program reads no more.
+    ///
+    /// # Errors
+    /// ENOTCONN if there is no stream, or it is broken.
+    pub fn shut_down(&'static self, fd: c_int, how: c_int) -> Result<(), c_int> {
+        let done = self.with(|stream| {
+            stream.shutdown(fd, how)?;
+            if how != libc::SHUT_WR && !self.may_pull() {
+                stream.deafen(fd);
+            }
+            Ok(())
+        });
+        let Some((result, pending)) = done else {
+            return Err(libc::ENOTCONN);
+        };
+        worker::watch(fd, self, pending);
+        result
     }
 
     /// Processes events of the carrier. Returns the resulting events of the stream.
@@ -1010,6 +1191,9 @@ impl Sock {
     /// Called when the program closes the descriptor `fd`, after it was removed from the table and before the kernel closes it.
     pub fn closing(&'static self, fd: c_int) {
         let _stays = sys::NotCancelled::begin();
+        if self.numbers.load(Ordering::Acquire) == 1 {
+            self.closed.store(true, Ordering::SeqCst);
+        }
         if self.has_copies() {
             let sets: Vec<&'static Set> = lock(&self.sets).clone();
             for set in sets {
@@ -1025,7 +1209,7 @@ impl Sock {
             {
                 let taken = lock(&self.inner).take();
                 if let Some(mut stream) = taken
-                    && stream.close(fd, !self.direct.load(Ordering::SeqCst))
+                    && stream.close(fd, !self.is_received_elsewhere())
                 {
                     for set in sets {
                         set.withdraw(fd);
@@ -1077,7 +1261,7 @@ impl Sock {
             }
         }
         while let Some((false, _)) = self.with(|s| {
-            let is_free = !self.direct.load(Ordering::SeqCst);
+            let is_free = !self.is_received_elsewhere();
             while is_free && Instant::now() < until && s.pull(fd, None, limits::WAIT_READ) {}
             sys::is_delivered(fd)
         }) {

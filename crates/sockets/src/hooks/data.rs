@@ -3,14 +3,14 @@
 use super::wait::kick;
 use super::{batch, dgram, fail, fail_long};
 use crate::conn::dgram::LIVE as DGRAMS;
-use crate::conn::sock::{GONE, LIVE, Mode, Others, Sock, Wait};
+use crate::conn::sock::{self, GONE, LIVE, Mode, Others, Sock, Wait};
 use crate::conn::table;
 use crate::conn::worker;
 use crate::limits;
 use crate::queue::Dest;
 use crate::real;
 use crate::stream::Cut;
-use crate::sys::{self, Kicked};
+use crate::sys::{self, Kicked, TimeLimit};
 use libc::{
     c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
     timespec,
@@ -52,6 +52,10 @@ fn wait_undecided(fd: c_int, flags: c_int) -> Option<&'static Sock> {
 /// Returns the stream to read from; see [`stream`].
 #[inline]
 fn reader(fd: c_int, flags: c_int) -> Option<&'static Sock> {
+    if flags & libc::MSG_ERRQUEUE != 0 {
+        // The kernel has the queue of errors.
+        return None;
+    }
     match stream(fd, false) {
         Some(sock) => Some(sock),
         None => wait_undecided(fd, flags),
@@ -73,11 +77,13 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
     }
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0 && !peek;
+    let mut limit = TimeLimit::default();
+    sock::wake_this_thread();
     loop {
         let waits = flags & libc::MSG_DONTWAIT == 0;
         let (result, sleeps) = sock.read(fd, &mut dest, peek, all, waits);
         if sleeps {
-            if sleep(fd, sock) {
+            if sleep(fd, sock, &mut limit) {
                 continue;
             }
             let e = sys::errno();
@@ -94,6 +100,23 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
             Err(e) if done == 0 => fail_long(e),
             Ok(()) | Err(_) => done as isize,
         };
+    }
+}
+
+/// Reads up to `len` bytes and discards them, as TCP does with MSG_TRUNC.
+fn discard(fd: c_int, sock: &'static Sock, len: usize, flags: c_int) -> isize {
+    let mut scrap = vec![0; len.min(limits::SCRATCH)];
+    let parts = &mut [IoSliceMut::new(&mut scrap)];
+    receive(fd, sock, parts, flags & !libc::MSG_TRUNC)
+}
+
+/// Returns the errno of a wait that a signal has interrupted: 0 if the program's call continues. Calls with a time limit do not
+/// (signal(7)).
+fn interrupted(left: c_int) -> c_int {
+    if left < 0 && sys::signals_restart() {
+        0
+    } else {
+        libc::EINTR
     }
 }
 
@@ -115,7 +138,7 @@ impl Drop for Sleeper {
 
 /// Sleeps until the carrier has bytes, or another thread has left some. The caller must be counted as a sleeper. Returns false if the call
 /// must fail with errno.
-fn sleep(fd: c_int, sock: &'static Sock) -> bool {
+fn sleep(fd: c_int, sock: &'static Sock, limit: &mut TimeLimit) -> bool {
     // The guard removes the thread from the count even if the thread is cancelled while it sleeps.
     let mut sleeper = Sleeper {
         sock,
@@ -136,18 +159,21 @@ fn sleep(fd: c_int, sock: &'static Sock) -> bool {
         }
         Others::Present(kick) => {
             sleeper.watched = kick;
-            let timeout = sys::timeout(fd, libc::SO_RCVTIMEO);
-            match sys::poll_kicked(fd, libc::POLLIN, kick, timeout) {
+            let left = limit.left(fd, libc::SO_RCVTIMEO);
+            match sys::poll_kicked(fd, libc::POLLIN, kick, left) {
                 Ok(Kicked::TimeOut) => libc::EAGAIN,
+                Ok(Kicked::Ready(_) | Kicked::Other) if left == 0 => libc::EAGAIN,
                 Ok(Kicked::Ready(_) | Kicked::Other) => 0,
+                Err(libc::EINTR) => interrupted(left),
                 Err(e) => e,
             }
         }
     };
+    let e = if sock.is_closed(fd) { libc::EBADF } else { e };
     drop(sleeper);
     sys::set_errno(e);
     // The next receive records and returns other errors.
-    !matches!(e, libc::EINTR | libc::EAGAIN)
+    !matches!(e, libc::EINTR | libc::EAGAIN | libc::EBADF)
 }
 
 fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_int) -> isize {
@@ -191,6 +217,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
     // `is_nonblocking` is a system call, so it is called only when the write would block.
     let may_wait = waits;
     let mut waits = false;
+    let mut limit = TimeLimit::default();
     let is_starting = loop {
         IoSlice::advance_slices(&mut rest, 0);
         let (result, wait) = sock.write(fd, rest, kernel, waits);
@@ -214,7 +241,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                         fail_long(libc::EAGAIN)
                     };
                 };
-                let e = wait_to_write(fd, sock, wait);
+                let e = wait_to_write(fd, sock, wait, &mut limit);
                 if e != 0 {
                     return if done > 0 {
                         done as isize
@@ -253,24 +280,31 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
 }
 
 /// Waits until more can be written. Returns an errno, or 0.
-fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait) -> c_int {
-    let timeout = sys::timeout(fd, libc::SO_SNDTIMEO);
+fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait, limit: &mut TimeLimit) -> c_int {
+    let left = limit.left(fd, libc::SO_SNDTIMEO);
+    // Other threads may use the object of a closed connection for another one only when this thread is awake.
+    let writer = sock.sleeping_writer();
     let result = match wait {
-        Wait::Other(turn) => {
-            sock.follow(turn);
-            return 0;
-        }
+        Wait::Other(turn) => match sock.follow(turn, kick, left) {
+            Ok(()) if left == 0 => Ok(Kicked::TimeOut),
+            Ok(()) => Ok(Kicked::Other),
+            Err(e) => Err(e),
+        },
         Wait::Reply => return 0,
-        Wait::Room => sys::poll_one(fd, libc::POLLOUT, timeout).map(|events| match events {
+        Wait::Room => sys::poll_one(fd, libc::POLLOUT, left).map(|events| match events {
             0 => Kicked::TimeOut,
             events => Kicked::Ready(events),
         }),
         Wait::Credit(kick) => {
-            let result = sys::poll_kicked(fd, libc::POLLIN, kick, timeout);
+            let result = wait_for_credit(fd, sock, kick, left);
             sock.led();
             result
         }
     };
+    if sock.is_closed(fd) {
+        return libc::EBADF;
+    }
+    drop(writer);
     match result {
         Ok(Kicked::TimeOut) => libc::EAGAIN,
         Ok(Kicked::Other) => 0,
@@ -278,8 +312,28 @@ fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait) -> c_int {
             sock.process(fd, ready);
             0
         }
+        Err(libc::EINTR) => interrupted(left),
         Err(e) => e,
     }
+}
+
+/// Waits until the carrier has bytes, which may be credit, or another thread writes `kick`. `left`: the milliseconds of the wait, or -1.
+fn wait_for_credit(
+    fd: c_int,
+    sock: &'static Sock,
+    kick: Option<c_int>,
+    left: c_int,
+) -> Result<Kicked, c_int> {
+    if sock.stream().as_ref().is_some_and(|s| s.is_deaf()) {
+        // A carrier that is shut down for receiving always has the event, so this looks at it now and then.
+        let kicked = sys::poll_kicked(-1, 0, kick, limits::DEAF_TICK)?;
+        return Ok(match kicked {
+            Kicked::TimeOut if left == 0 => Kicked::TimeOut,
+            Kicked::TimeOut => Kicked::Ready(libc::POLLIN),
+            other => other,
+        });
+    }
+    sys::poll_kicked(fd, libc::POLLIN, kick, left)
 }
 
 /// Returns a buffer of the program for reading, as a list of one.
@@ -387,6 +441,8 @@ pub unsafe extern "C-unwind" fn recv(
     flags: c_int,
 ) -> ssize_t {
     match reader(fd, flags) {
+        // The program's memory may be shorter than `len`, which counts the bytes to discard.
+        Some(sock) if flags & libc::MSG_TRUNC != 0 => discard(fd, sock, len, flags),
         // SAFETY: upheld by the caller.
         Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags),
         // SAFETY: upheld by the caller.
@@ -436,6 +492,9 @@ pub unsafe extern "C-unwind" fn recvfrom(
                 // TCP returns no address either.
                 // SAFETY: upheld by the caller.
                 unsafe { *alen = 0 };
+            }
+            if flags & libc::MSG_TRUNC != 0 {
+                return discard(fd, sock, len, flags);
             }
             // SAFETY: upheld by the caller.
             receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags)
@@ -498,7 +557,14 @@ pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_in
         Some(sock) if !msg.is_null() => {
             // SAFETY: upheld by the caller.
             let mut parts = unsafe { list_mut((*msg).msg_iov, (*msg).msg_iovlen.min(1024)) };
-            let n = receive(fd, sock, &mut parts, flags);
+            let n = if flags & libc::MSG_TRUNC != 0 {
+                let len = parts
+                    .iter()
+                    .fold(0usize, |n, part| n.saturating_add(part.len()));
+                discard(fd, sock, len, flags)
+            } else {
+                receive(fd, sock, &mut parts, flags)
+            };
             if n >= 0 {
                 // SAFETY: upheld by the caller.
                 unsafe {

@@ -340,11 +340,7 @@ pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
         if !sock.is_ours(fd) {
             return fail(libc::EIO);
         }
-        let Some((result, pending)) = sock.with(|s| s.shutdown(fd, how)) else {
-            return fail(libc::ENOTCONN);
-        };
-        worker::watch(fd, sock, pending);
-        return result.map_or_else(fail, |()| 0);
+        return sock.shut_down(fd, how).map_or_else(fail, |()| 0);
     }
     // SAFETY: no pointer is passed.
     let r = unsafe { real::shutdown(fd, how) };

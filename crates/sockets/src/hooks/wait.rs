@@ -4,7 +4,7 @@ use super::fail;
 use crate::conn::early;
 use crate::conn::reliable::LIVE as RELIABLE;
 use crate::conn::set::Call;
-use crate::conn::sock::{LIVE, Mode, Sock};
+use crate::conn::sock::{self, LIVE, Mode, Sock};
 use crate::conn::table::{self, Entry};
 use crate::owner;
 use crate::real;
@@ -195,6 +195,7 @@ fn poll_watched(
 
 /// Handles `poll` for a list that contains streams.
 fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
+    sock::wake_this_thread();
     let mut members = members(fds);
     let wanted: Vec<i16> = fds.iter().map(|p| p.events).collect();
     loop {
