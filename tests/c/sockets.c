@@ -2023,6 +2023,38 @@ static const char *jumps(size_t with_poll)
 	return takes(p.b, "ab");
 }
 
+enum { EXITS, CLOSES_FIRST, EXECUTES };
+
+/* A program writes and ends before the other end accepts the connection. */
+static const char *ends_before_accept(size_t how)
+{
+	struct sockaddr_in at;
+	int listener, fd;
+	pid_t child;
+	char byte;
+
+	TRY(listens(&listener, &at, 0, 0));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		fd = socket(AF_INET, SOCK_STREAM, 0);
+		if (connect(fd, (struct sockaddr *)&at, sizeof at) || write(fd, "important", 9) != 9)
+			_exit(1);
+		if (how == CLOSES_FIRST)
+			close(fd);
+		if (how == EXECUTES)
+			execv("/bin/sleep", (char *[]){ "sleep", "0.1", NULL });
+		_exit(0);
+	}
+	ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
+	fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(fd >= 0, "accept4: %s", strerror(errno));
+	keep_fd(fd);
+	TRY(takes(fd, "important"));
+	ENSURE(read(fd, &byte, 1) == 0, "the end does not follow: %s", strerror(errno));
+	return NULL;
+}
+
 #define BOTH_SEND 200000u
 
 static void *send_then_read(void *arg)
@@ -2208,6 +2240,9 @@ static const struct test tests[] = {
 	{ "jumps_from_read", jumps, 0, 0, false },
 	{ "jumps_from_poll", jumps, 1, 0, false },
 	{ "both_send", both_send, 0, 0, false },
+	{ "exits_before_accept", ends_before_accept, EXITS, 0, false },
+	{ "closes_before_accept", ends_before_accept, CLOSES_FIRST, 0, false },
+	{ "executes_before_accept", ends_before_accept, EXECUTES, 0, false },
 	{ "cancelled_poll", cancelled, 1, 0, false },
 	{ "cancelled_write", cancelled_write, 0, 0, false },
 };

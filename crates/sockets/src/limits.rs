@@ -19,6 +19,13 @@ pub const SLAB: usize = 32 * 1024;
 pub const SLABS_KEPT: usize = 64;
 /// Bytes that a wait receives for a stream when the pool is used up: enough for a head, so that the program learns of the message.
 pub const POOL_EMPTY: usize = 64;
+/// Milliseconds after which a program that closes a stream or ends no longer waits for the peer's MPA Reply. This is less than
+/// [`EXIT_WAIT`].
+pub const EARLY: u64 = 500;
+
+/// Bytes that a stream may send before the peer's MPA Reply: the smallest window of a peer.
+pub const EARLY_BYTES: usize = sockets_base::rules::WINDOW_LEAST as usize;
+
 /// Bytes that a program may write before the peer's MPA Reply has arrived: about what a kernel socket accepts while the peer does
 /// not read.
 pub const HELD: usize = 64 * 1024;

@@ -152,7 +152,7 @@ pub struct News {
 #[derive(Debug)]
 pub struct Stream {
     rx: Rx,
-    /// `None`: the peer's Reply has not arrived.
+    /// `None`: the peer's Reply has not arrived, and no early messages were sent. See [`Self::send_early`].
     tx: Option<Tx>,
     start: Option<Box<Start>>,
     queue: Queue,
@@ -268,7 +268,7 @@ pub fn initiator(crc: bool) -> Option<Initiator> {
 /// not a Request of this protocol.
 pub fn refusal(bytes: &[u8]) -> Option<(usize, Vec<u8>)> {
     let mut responder = responder(false);
-    let Ok(Incoming::Request(request)) = responder.handle_rx(bytes) else {
+    let Ok(Incoming::Request(request)) = responder.handle_rx(start_up_frame(bytes)) else {
         return None;
     };
     Private::parse(&request.private_data)?;
@@ -278,6 +278,16 @@ pub fn refusal(bytes: &[u8]) -> Option<(usize, Vec<u8>)> {
     };
     let accepted = responder.accept(0, 0, &private.emit()).ok()?;
     Some((request.consumed, accepted.reply))
+}
+
+/// Returns the first MPA start-up frame of `bytes` (RFC 5044 §7.1.1), or all bytes if they contain none. Early messages may follow it.
+fn start_up_frame(bytes: &[u8]) -> &[u8] {
+    const HEADER: usize = 20;
+    let private = bytes
+        .get(HEADER - 2..HEADER)
+        .and_then(|b| b.try_into().ok());
+    let frame = private.map(|length| HEADER + usize::from(u16::from_be_bytes(length)));
+    frame.and_then(|n| bytes.get(..n)).unwrap_or(bytes)
 }
 
 fn responder(crc: bool) -> Responder {
@@ -301,7 +311,7 @@ pub enum First {
 /// protocol.
 pub fn first(bytes: &[u8], crc: bool) -> First {
     let mut responder = responder(crc);
-    let Ok(Incoming::Request(request)) = responder.handle_rx(bytes) else {
+    let Ok(Incoming::Request(request)) = responder.handle_rx(start_up_frame(bytes)) else {
         return First::Other;
     };
     let Some(peer) = Private::parse(&request.private_data) else {
@@ -506,14 +516,14 @@ impl Stream {
         match &self.tx {
             // No more credit arrives, so a write fails.
             Some(tx) if self.closed && !tx.has_room() => true,
-            Some(tx) => {
+            Some(tx) if self.start.is_none() => {
                 (self.held.is_empty() || self.corked)
                     && self.out.is_empty()
                     && !self.full
                     && tx.has_room()
             }
             None if self.plain => self.held.is_empty() && !self.full,
-            None => self.held.len() <= limits::HELD / 2,
+            Some(_) | None => self.held.len() <= limits::HELD / 2,
         }
     }
 
@@ -683,7 +693,11 @@ impl Stream {
     /// Returns whether the next read has to wait for bytes from the carrier, so that the caller may receive them by a call that
     /// blocks.
     pub fn awaits_bytes(&self) -> bool {
-        self.tx.is_some() && !self.closed && self.urgent.is_none() && !self.is_readable()
+        self.tx.is_some()
+            && self.start.is_none()
+            && !self.closed
+            && self.urgent.is_none()
+            && !self.is_readable()
     }
 
     /// Returns whether the streams of the process have received as many bytes as they may keep for the program. With CRCs, bytes become
@@ -716,7 +730,7 @@ impl Stream {
         let Some(dest) = dest.filter(|d| d.room() > limits::COPIED) else {
             return plain;
         };
-        if self.queue.held() > 0 || self.tx.is_none() || self.blind {
+        if self.queue.held() > 0 || self.tx.is_none() || self.start.is_some() || self.blind {
             return plain;
         }
         let straight = self.rx.straight();
@@ -872,7 +886,10 @@ impl Stream {
                         return;
                     }
                     self.rx = Rx::new(window_first(), params.crc);
-                    self.tx = Some(Tx::new(&peer, params.crc));
+                    self.tx = Some(match self.tx.take() {
+                        Some(early) => early.after_reply(&peer, params.crc),
+                        None => Tx::new(&peer, params.crc),
+                    });
                     self.memory_out = MemoryOut::of(&peer, params.crc);
                     self.news.writable = true;
                 }
@@ -1228,6 +1245,30 @@ impl Stream {
         accepts
     }
 
+    /// Sends what was written before the peer's Reply, which has not arrived, because this end does not wait for it any longer: the
+    /// program has closed the stream or ends, and the peer has not used the connection yet. The messages are behind the Request in the
+    /// peer's kernel. If there are too many bytes for that, the connection is reset, so that the peer does not take its end for that of
+    /// the data.
+    pub fn send_early(&mut self, fd: c_int) {
+        if self.begin_early(fd) {
+            self.flush(fd);
+        }
+    }
+
+    /// Returns whether early messages may be sent.
+    fn begin_early(&mut self, fd: c_int) -> bool {
+        if !self.is_starting() || self.tx.is_some() {
+            return false;
+        }
+        if self.held.len() > limits::EARLY_BYTES {
+            sys::reset_on_close(fd);
+            self.fail(libc::ECONNRESET);
+            return false;
+        }
+        self.tx = Some(Tx::early());
+        true
+    }
+
     /// Sends all bytes for which there is credit, and waits until the peer's kernel has acknowledged them, but not longer than `until`. The
     /// process ends then, so what arrives is discarded: with unread messages of the peer, the kernel would send a reset. `shuts`: no other
     /// process has the connection, so a FIN can follow the bytes.
@@ -1235,6 +1276,9 @@ impl Stream {
     /// The process may end in a signal handler, so no memory is allocated or freed.
     pub fn end(&mut self, fd: c_int, until: Instant, shuts: bool) {
         let has_bytes = !self.held.is_empty() || !self.out.is_empty();
+        if has_bytes {
+            self.begin_early(fd);
+        }
         let has_sent = self.tx.as_ref().is_some_and(Tx::has_sent);
         if self.broken || self.plain || !(has_sent || has_bytes) || sys::linger(fd) == Some(0) {
             return;

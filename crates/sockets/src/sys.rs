@@ -394,6 +394,18 @@ pub fn signals_restart() -> bool {
     })
 }
 
+/// Resets a TCP connection. The descriptor stays open.
+pub fn disconnect(fd: c_int) {
+    let addr = sockaddr {
+        sa_family: libc::AF_UNSPEC as libc::sa_family_t,
+        sa_data: [0; 14],
+    };
+    // SAFETY: the length is that of the address.
+    unsafe {
+        real::connect(fd, &raw const addr, size_of::<sockaddr>() as socklen_t);
+    }
+}
+
 /// Closes a descriptor of the library.
 pub fn close(fd: c_int) {
     // SAFETY: the caller owns the descriptor.

@@ -185,6 +185,28 @@ impl Tx {
         }
     }
 
+    /// Returns the state for a peer whose Reply has not arrived. Each message has a CRC, because the peer may require it.
+    pub fn early() -> Self {
+        let peer = Private {
+            window: limits::EARLY_BYTES as u32,
+            longest: LONGEST as u32,
+            namespace: 0,
+            plain: false,
+            memory: false,
+        };
+        Self::new(&peer, true)
+    }
+
+    /// Continues after early messages, according to the peer's Reply.
+    pub fn after_reply(self, peer: &Private, crc: bool) -> Self {
+        Self {
+            msn: self.msn,
+            sent: self.sent,
+            has_sent: self.has_sent,
+            ..Self::new(peer, crc)
+        }
+    }
+
     /// Returns whether payload was sent. Otherwise the peer has no reason to send a limit.
     pub fn has_sent(&self) -> bool {
         self.has_sent

@@ -479,7 +479,9 @@ impl Sock {
             return;
         }
         stream.undelay(fd);
-        if sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL) != Ok(reply.len()) {
+        // A peer that has ended would answer the Reply with a reset, which could discard what it has sent behind the Request.
+        let is_due = !sys::has_peer_ended(fd);
+        if is_due && sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL) != Ok(reply.len()) {
             // The connection is broken. The next call of the program returns the error.
             log::line(&format!("stream {fd}: the Reply could not be sent"));
         }
@@ -515,6 +517,10 @@ impl Sock {
         if let Some((length, reply)) = stream::refusal(bytes.get(..n).unwrap_or(&[]))
             && take(fd, bytes.get_mut(..length))
         {
+            if n > length {
+                // The peer has ended, and has sent messages behind the Request, which the other program does not understand.
+                sys::disconnect(fd);
+            }
             // If this fails the connection is broken, and the other program gets the error.
             let _ = sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL);
         }
@@ -671,6 +677,16 @@ impl Sock {
             if stream.is_corked() {
                 stream.uncork(fd);
             }
+        });
+    }
+
+    /// Sends what this process has written, before it executes another program.
+    pub fn before_exec(&self, fd: c_int) {
+        self.with_free(|stream| {
+            if stream.is_corked() {
+                stream.uncork(fd);
+            }
+            stream.send_early(fd);
         });
     }
 
@@ -1241,18 +1257,28 @@ impl Sock {
         if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) || !self.is_used_here() {
             return;
         }
+        let early = Instant::now() + Duration::from_millis(limits::EARLY);
         while let Some((true, _)) = self.with(|s| {
             s.uncork(fd);
             s.is_waiting()
         }) {
-            let left = until.saturating_duration_since(Instant::now());
+            let now = Instant::now();
+            let left = until.saturating_duration_since(now);
             if left.is_zero() {
                 return;
             }
+            let to_early = early.saturating_duration_since(now);
+            let left = if to_early.is_zero() {
+                self.with(|s| s.send_early(fd));
+                left
+            } else {
+                left.min(to_early)
+            };
             let events = self.blocked_on();
             let ms = i32::try_from(left.as_millis()).unwrap_or(0).max(1);
             match sys::poll_one(fd, events, ms) {
-                Ok(0) => return,
+                Ok(0) if to_early.is_zero() => return,
+                Ok(0) => {}
                 Ok(ready) => {
                     self.process(fd, ready);
                 }

@@ -18,6 +18,8 @@ struct Draining {
     fd: c_int,
     stream: Box<Stream>,
     until: Instant,
+    /// When the stream no longer waits for the peer's Reply.
+    early: Instant,
     /// The peer's kernel has acknowledged all bytes, or the stream is no longer drained.
     delivered: bool,
 }
@@ -129,6 +131,7 @@ pub fn drain(fd: c_int, stream: Box<Stream>) {
         fd,
         stream,
         until: Instant::now() + Duration::from_millis(limits::DRAIN),
+        early: Instant::now() + Duration::from_millis(limits::EARLY),
         delivered: false,
     });
     start(work);
@@ -217,6 +220,9 @@ fn turn(fd: c_int, sock: &'static Sock) -> Left {
 }
 
 fn drain_turn(d: &mut Draining) -> bool {
+    if Instant::now() >= d.early {
+        d.stream.send_early(d.fd);
+    }
     let over = d.stream.drain(d.fd) || Instant::now() >= d.until;
     if !d.delivered && (over || (!d.stream.is_waiting() && sys::is_delivered(d.fd))) {
         d.delivered = true;

@@ -834,7 +834,7 @@ fn before_exec() {
         }
         let Entry::Sock(sock) = entry else { return };
         if !is_visitor {
-            sock.uncork_now(fd);
+            sock.before_exec(fd);
         }
         // SAFETY: no pointer is passed.
         let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
