@@ -1862,7 +1862,7 @@ static const char *closed_while_read(size_t upgraded)
 	void *result;
 
 	TRY(connected(&p));
-	ENSURE(!pthread_create(&thread, NULL, read_for_ever, (int[]){ p.b }), "pthread_create");
+	ENSURE(!pthread_create(&thread, NULL, read_for_ever, &p.b), "pthread_create");
 	sleep_ms(20);
 	close(p.b);
 	if (upgraded) {
