@@ -382,9 +382,20 @@ pub fn shut_down_receiving(fd: c_int) {
 }
 
 /// Returns whether a call that a signal has interrupted continues (`SA_RESTART`). Which signal it was is not known, so all handlers of the
-/// process must have the flag. The library's waits are calls of `poll`, which the kernel never continues.
+/// process must have the flag, except those of signals that a thread causes itself. The library's waits are calls of `poll`, which the
+/// kernel never continues.
 pub fn signals_restart() -> bool {
-    (1..=64).all(|signal| {
+    const OWN: [c_int; 7] = [
+        libc::SIGABRT,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGILL,
+        libc::SIGSEGV,
+        libc::SIGSYS,
+        libc::SIGTRAP,
+    ];
+    let mut others = (1..=64).filter(|signal| !OWN.contains(signal));
+    others.all(|signal| {
         // SAFETY: the structure consists of integers.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         // SAFETY: the action is only read. The C library refuses the signals that it uses itself.
