@@ -2155,6 +2155,178 @@ static const char *cancelled_write(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- forks */
+
+enum { CLOSES_SET, CLOSES_STREAM, CLOSES_ALL, CLOSES_LISTENER };
+
+struct loop {
+	int set, streams;
+	struct pair pair[4];
+	volatile bool ends[2];
+};
+
+/* Echoes what the streams of the set receive. */
+static void *echo(void *p)
+{
+	struct loop *loop = p;
+
+	while (!loop->ends[1]) {
+		struct epoll_event e[4];
+		char block[256];
+		int n = epoll_wait(loop->set, e, 4, 20);
+
+		for (int i = 0; i < n; i++) {
+			ssize_t got = recv(e[i].data.fd, block, sizeof block, MSG_DONTWAIT);
+
+			if (got > 0 && send(e[i].data.fd, block, (size_t)got, 0) != got)
+				return p;
+		}
+	}
+	return NULL;
+}
+
+static void *ask(void *p)
+{
+	struct loop *loop = p;
+	char block[200] = "";
+
+	while (!loop->ends[0]) {
+		for (int i = 0; i < loop->streams; i++) {
+			if (send(loop->pair[i].a, block, sizeof block, 0) != sizeof block ||
+			    recv(loop->pair[i].a, block, sizeof block, MSG_WAITALL) != sizeof block)
+				return p;
+		}
+	}
+	return NULL;
+}
+
+static void *open_listeners(void *p)
+{
+	struct loop *loop = p;
+
+	while (!loop->ends[0]) {
+		struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+		int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+		if (bind(listener, (struct sockaddr *)&at, sizeof at) || listen(listener, 4))
+			return p;
+		close(listener);
+	}
+	return NULL;
+}
+
+/* The child of a process with threads closes what it has inherited, while the threads of the parent use it. */
+static const char *child_closes(size_t what)
+{
+	struct loop loop = { .streams = 4 };
+	struct sockaddr_in at;
+	pthread_t threads[2];
+	uint64_t start;
+	int listener;
+	void *failed;
+
+	TRY(listens(&listener, &at, 0, 0));
+	TRY(new_set(&loop.set));
+	for (int i = 0; i < loop.streams; i++) {
+		TRY(connected(&loop.pair[i]));
+		TRY(add(loop.set, loop.pair[i].b, EPOLLIN, (uint64_t)loop.pair[i].b));
+	}
+	ENSURE(!pthread_create(&threads[0], NULL, what == CLOSES_LISTENER ? open_listeners : ask, &loop), "pthread_create");
+	ENSURE(!pthread_create(&threads[1], NULL, echo, &loop), "pthread_create");
+	start = now_ms();
+	for (int i = 0; i < 1000 && now_ms() - start < 2000; i++) {
+		pid_t child = fork();
+		int status;
+
+		ENSURE(child >= 0, "fork: %s", strerror(errno));
+		if (!child) {
+			signal(SIGALRM, SIG_DFL);
+			alarm(5);
+			if (what == CLOSES_SET)
+				close(loop.set);
+			if (what == CLOSES_STREAM)
+				close(loop.pair[i % loop.streams].b);
+			if (what == CLOSES_LISTENER)
+				close(listener);
+			for (int fd = 3; what == CLOSES_ALL && fd < 100; fd++)
+				close(fd);
+			_exit(0);
+		}
+		ENSURE(waitpid(child, &status, 0) == child, "waitpid: %s", strerror(errno));
+		ENSURE(!status, "child %d does not end: status %#x", i, status);
+	}
+	for (size_t i = 0; i < COUNT(threads); i++) {
+		loop.ends[i] = true;
+		ENSURE(!pthread_join(threads[i], &failed) && !failed, "thread %zu of the parent fails", i);
+	}
+	return NULL;
+}
+
+/* A descriptor is removed from a set before a fork, and the child closes its copy. The parent can add the descriptor again. */
+static const char *removed_before_fork(size_t arg)
+{
+	struct pair p;
+	int set, status;
+	pid_t child;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.a, EPOLLIN, 1));
+	TRY(is_quiet(set));
+	TRY(drop(set, p.a));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		close(p.a);
+		_exit(0);
+	}
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the child fails: status %#x", status);
+	TRY(add(set, p.a, EPOLLIN, 2));
+	TRY(text(p.b, "ab"));
+	TRY(reports(set, EPOLLIN, 2));
+	TRY(takes(p.a, "ab"));
+	/* The child removes a descriptor that the parent has in its set. That is so for both, because the set is shared. */
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child)
+		_exit(control(set, EPOLL_CTL_DEL, p.a, 0, 0));
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the child fails: status %#x", status);
+	TRY(text(p.b, "cd"));
+	TRY(is_quiet(set));
+	return takes(p.a, "cd");
+}
+
+/* The child of a fork waits for the events of its parent's set, and uses none of the streams. The parent uses them afterwards. */
+static const char *child_only_waits(size_t has_data)
+{
+	struct epoll_event e;
+	struct pair p;
+	int set, status;
+	pid_t child;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN, 7));
+	if (has_data)
+		TRY(text(p.a, "abc"));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		int n = epoll_wait(set, &e, 1, has_data ? LONG_MS : SHORT_MS);
+
+		_exit(n != (int)has_data || (n && (e.events != EPOLLIN || e.data.u64 != 7)));
+	}
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the child fails: status %#x", status);
+	if (!has_data)
+		TRY(text(p.a, "abc"));
+	TRY(reports(set, EPOLLIN, 7));
+	TRY(takes(p.b, "abc"));
+	TRY(text(p.b, "defg"));
+	TRY(takes(p.a, "defg"));
+	return is_quiet(set);
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -2245,6 +2417,13 @@ static const struct test tests[] = {
 	{ "executes_before_accept", ends_before_accept, EXECUTES, 0, false },
 	{ "cancelled_poll", cancelled, 1, 0, false },
 	{ "cancelled_write", cancelled_write, 0, 0, false },
+	{ "child_closes_set", child_closes, CLOSES_SET, 0, false },
+	{ "child_closes_stream", child_closes, CLOSES_STREAM, 0, false },
+	{ "child_closes_all", child_closes, CLOSES_ALL, 0, false },
+	{ "child_closes_listener", child_closes, CLOSES_LISTENER, 0, false },
+	{ "removed_before_fork", removed_before_fork, 0, 0, false },
+	{ "child_only_waits", child_only_waits, 0, 0, false },
+	{ "child_only_waits_with_data", child_only_waits, 1, 0, false },
 };
 
 int main(int argc, char **argv)

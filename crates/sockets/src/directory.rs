@@ -17,9 +17,20 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::MutexGuard;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// The descriptors that hold the names of this process, by the descriptor of the listener.
-static HELD: Mutex<Option<HashMap<c_int, c_int>>> = Mutex::new(None);
+static HELD: Mutex<Option<Names>> = Mutex::new(None);
+/// A thread of the parent has locked [`HELD`], and does not exist in this process.
+static IS_LOST: AtomicBool = AtomicBool::new(false);
+
+type Names = HashMap<c_int, c_int>;
+
+/// Locks [`HELD`]. `None`: it cannot be locked, so this process changes none of the inherited names.
+fn names() -> Option<MutexGuard<'static, Option<Names>>> {
+    (!IS_LOST.load(Ordering::Relaxed)).then(|| HELD.lock())
+}
 
 fn address(name: &Name) -> (sockaddr_un, socklen_t) {
     let name: &[u8] = name.as_ref();
@@ -66,7 +77,10 @@ fn name_for(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<Name> {
 pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
     // With SO_REUSEPORT, or in another process of the program, a listener with this address may hold the name already.
     let high = hold(&name_for(listener, Protocol::Tcp, addr)?)?;
-    let mut held = HELD.lock();
+    let Some(mut held) = names() else {
+        sys::close(high);
+        return None;
+    };
     if let Some(old) = held.get_or_insert_default().insert(listener, high) {
         sys::close(old);
     }
@@ -113,16 +127,31 @@ impl Held {
     }
 }
 
-/// Called before a fork. Waits until no other thread holds the lock, because the child could not close its inherited
-/// names if the lock were held.
+/// Called before a fork. Waits until no other thread holds the locks, because the child could not close its inherited
+/// names if they were held.
 pub fn stop() -> Stop {
-    Stop { _held: udp() }
+    let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
+    let mut held = HELD.try_lock();
+    while held.is_none() && Instant::now() < until {
+        std::thread::yield_now();
+        held = HELD.try_lock();
+    }
+    Stop { udp: udp(), held }
 }
 
-/// The lock that is held during a fork.
+/// The locks that are held during a fork.
 #[derive(Debug)]
 pub struct Stop {
-    _held: Option<Held>,
+    udp: Option<Held>,
+    held: Option<MutexGuard<'static, Option<Names>>>,
+}
+
+impl Stop {
+    /// Called in the child of the fork.
+    pub fn forked(self) {
+        IS_LOST.store(self.held.is_none(), Ordering::Relaxed);
+        drop(self.udp);
+    }
 }
 
 /// Registers a UDP socket. Returns the descriptor that holds its name, and whether the descriptor is new.
@@ -167,17 +196,15 @@ pub fn leave_udp(name: c_int) -> bool {
 
 /// Called when the listener was closed. Returns the descriptor that held its name, which the caller closes.
 pub fn leave(listener: c_int) -> Option<c_int> {
-    let mut held = HELD.lock();
+    let mut held = names()?;
     held.as_mut().and_then(|h| h.remove(&listener))
 }
 
 /// Called when the program replaces the descriptor `fd`, which holds a name. The library must not use `fd` any more.
 pub fn lost(fd: c_int) {
-    let mut held = HELD.lock();
-    if let Some(held) = held.as_mut() {
+    if let Some(held) = names().as_mut().and_then(|held| held.as_mut()) {
         held.retain(|_, own| *own != fd);
     }
-    drop(held);
     if let Some(udp) = udp().as_mut().and_then(Held::get)
         && let Some(key) = udp.by_name.remove(&fd)
     {
@@ -289,7 +316,7 @@ pub fn source(addr: SocketAddr) -> Option<IpAddr> {
 
 /// Accepts and closes the connections of queries, which are queued in the backlogs of the names.
 pub fn sweep() {
-    let held = HELD.lock();
+    let Some(held) = names() else { return };
     for fd in held.iter().flat_map(HashMap::values) {
         sweep_name(*fd);
     }

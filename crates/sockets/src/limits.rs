@@ -117,6 +117,9 @@ pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
 pub const OWNERS: usize = 256 * 1024;
 /// The number of descriptors that are checked at start for inherited sockets. Servers inherit low descriptors.
 pub const INHERITED: i32 = 32;
+/// The longest time, in milliseconds, that a fork waits for a lock of the library, so that the child can use what it protects. Such locks are held
+/// for a few microseconds.
+pub const FORK_WAIT: u64 = 100;
 /// The longest wait, in milliseconds, for the peer to return to plain TCP when a stream is passed to another
 /// program. A peer that is blocked in a call on the stream answers much sooner.
 pub const HAND_OVER: u64 = 100;

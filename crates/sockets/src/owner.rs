@@ -1,6 +1,7 @@
 //! The process that owns each stream: one word for each stream, in memory that forked processes share.
 
 use crate::limits;
+use crate::sys;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
@@ -45,6 +46,16 @@ pub fn me() -> u32 {
 /// descriptors.
 pub fn is_visitor() -> bool {
     me() != std::process::id()
+}
+
+/// Returns whether a process exists.
+pub fn exists(process: u32) -> bool {
+    let errno = sys::errno();
+    // SAFETY: no pointer is passed, and signal 0 is not sent.
+    let r = unsafe { libc::kill(process as libc::pid_t, 0) };
+    let exists = r == 0 || sys::errno() != libc::ESRCH;
+    sys::set_errno(errno);
+    exists
 }
 
 /// Forgets the parent's id. Called in the child of a fork.

@@ -107,9 +107,11 @@ extern "C" fn in_parent() {
 
 extern "C" fn in_child() {
     let held = HELD.try_with(|place| place.try_borrow_mut().ok().and_then(|mut p| p.take()));
-    if let Ok(Some((worker, reliable, early, directory, free))) = held {
-        drop(free);
-        drop(directory);
+    let mut sets = None;
+    if let Ok(Some((worker, reliable, early, directory, (set, sock)))) = held {
+        sets = Some(set);
+        drop(sock);
+        directory.forked();
         drop(early);
         reliable.forked();
         worker.forked();
@@ -117,11 +119,12 @@ extern "C" fn in_child() {
     owner::forked();
     show::forked();
     answers::forked();
-    table::for_each(|_, entry| match entry {
-        Entry::Sock(sock) => sock.after_fork(),
-        Entry::Set(set) => {
-            set.after_fork();
+    table::for_each(|_, entry| {
+        if let Entry::Sock(sock) = entry {
+            sock.after_fork();
         }
-        _ => {}
     });
+    if let Some(sets) = sets {
+        sets.forked();
+    }
 }

@@ -8,10 +8,16 @@
 //! Programs change the events that they wait for several times for each request: redis-benchmark calls `epoll_ctl` five
 //! times. Here such a call becomes a system call only if the kernel has to report more events than before. The kernel's set
 //! may contain more events than the program waits for, until one of them is reported. So a stream that the program has
-//! removed stays in the kernel's set until the kernel reports an event of the stream or the program closes it.
+//! removed stays in the kernel's set until the kernel reports an event of the stream, the program closes it, or the process forks.
+//!
+//! A fork shares the kernel's set, not the list: in the child, the entries of the kernel's set are the parent's. The child changes one
+//! without a call of the program only if it has used the stream, which the parent then cannot use any more.
 
+use crate::conn::early;
 use crate::conn::sock::{Carrier, Mode, Sock, UNDECIDED};
-use crate::conn::table;
+use crate::conn::table::{self, Entry};
+use crate::limits;
+use crate::owner;
 use crate::real;
 use crate::sys;
 use anywarp_core::lock::Mutex;
@@ -20,6 +26,7 @@ use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 const IN: u32 = libc::EPOLLIN as u32;
 const OUT: u32 = libc::EPOLLOUT as u32;
@@ -48,6 +55,8 @@ pub struct Set {
 #[derive(Debug, Default)]
 struct Inner {
     epfd: c_int,
+    /// The process that has created the set.
+    maker: u32,
     members: FxHashMap<c_int, Member>,
     /// Maps the epoll data of events to the member with this data. Further members with the same data are in `shared`.
     by_data: FxHashMap<u64, c_int>,
@@ -75,6 +84,8 @@ struct Member {
     disarmed: bool,
     /// The program has removed the member, and the kernel's set still contains it.
     gone: bool,
+    /// The process has got the member by a fork.
+    inherited: bool,
     /// The last call that reported the member from the list, and the index of that event. The kernel may report the carrier
     /// in the same call; both are reported as one event.
     reported: (Call, usize),
@@ -94,12 +105,64 @@ impl Call {
 
 static FREE: Mutex<Vec<&'static Set>> = Mutex::new(Vec::new());
 
-/// The lock of [`hold`].
-pub type Held = MutexGuard<'static, Vec<&'static Set>>;
+/// The locks that are held while the process forks, so that the child can use the sets.
+#[derive(Debug)]
+pub struct Held {
+    _free: MutexGuard<'static, Vec<&'static Set>>,
+    sets: Vec<MutexGuard<'static, Inner>>,
+    /// The sets that another thread has kept locked.
+    lost: Vec<&'static Set>,
+}
 
-/// Keeps other threads from creating or closing sets while the process forks, until the result is dropped.
+/// Keeps other threads from creating, closing or using sets while the process forks, until the result is dropped. Removes the members
+/// that the program has removed from the kernel's sets: the child could not know later which of them it still has to remove.
 pub fn hold() -> Held {
-    FREE.lock()
+    let free = FREE.lock();
+    let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
+    let (mut sets, mut lost) = (Vec::new(), Vec::new());
+    table::for_each(|_, entry| {
+        let Entry::Set(set) = entry else { return };
+        let inner = loop {
+            match set.inner.try_lock() {
+                None if Instant::now() < until => std::thread::yield_now(),
+                inner => break inner,
+            }
+        };
+        match inner {
+            Some(mut inner) => {
+                set.remove_gone(&mut inner);
+                sets.push(inner);
+            }
+            None => lost.push(set),
+        }
+    });
+    Held {
+        _free: free,
+        sets,
+        lost,
+    }
+}
+
+impl Held {
+    /// Called in the child of the fork. Sets that were locked are left to the kernel.
+    pub fn forked(mut self) {
+        for inner in &mut self.sets {
+            for member in inner.members.values_mut() {
+                member.inherited = true;
+            }
+        }
+        let lost = std::mem::take(&mut self.lost);
+        drop(self);
+        table::for_each(|fd, entry| match entry {
+            Entry::Set(set) if lost.iter().any(|l| std::ptr::eq(*l, set)) => {
+                table::replace(fd, Entry::Other);
+                early::forget_set(set);
+            }
+            Entry::Set(set) => set.waiters.store(0, Ordering::Relaxed),
+            Entry::Sock(sock) => lost.iter().for_each(|set| sock.left(set)),
+            _ => {}
+        });
+    }
 }
 
 impl Set {
@@ -113,7 +176,10 @@ impl Set {
                 waiters: AtomicUsize::new(0),
             }))
         });
-        set.lock().epfd = epfd;
+        let mut inner = set.lock();
+        inner.epfd = epfd;
+        inner.maker = owner::me();
+        drop(inner);
         set
     }
 
@@ -139,12 +205,6 @@ impl Set {
             member.sock.left(self);
         }
         FREE.lock().push(self);
-    }
-
-    /// Called in the child of a fork. Returns whether the set can be used there.
-    pub fn after_fork(&self) -> bool {
-        self.waiters.store(0, Ordering::Relaxed);
-        self.inner.try_lock().is_some()
     }
 
     /// Records that the program has added the set to another set, or polls it.
@@ -182,6 +242,7 @@ impl Set {
         if op == libc::EPOLL_CTL_DEL {
             if let Some(member) = inner.members.get_mut(&fd)
                 && member.asked & EXACT == 0
+                && !member.inherited
                 && sock.mode() == Mode::Up
             {
                 member.gone = true;
@@ -219,6 +280,7 @@ impl Set {
             }
         }
         let listed = inner.members.get(&fd).is_some_and(|m| m.listed);
+        let inherited = inner.members.get(&fd).is_some_and(|m| m.inherited);
         let member = Member {
             sock,
             events,
@@ -227,6 +289,7 @@ impl Set {
             listed,
             disarmed: false,
             gone: false,
+            inherited,
             reported: (Call(0), 0),
         };
         self.add_member(&mut inner, fd, member);
@@ -262,6 +325,7 @@ impl Set {
             listed: false,
             disarmed: false,
             gone: false,
+            inherited: false,
             reported: (Call(0), 0),
         };
         self.add_member(&mut inner, fd, member);
@@ -276,6 +340,16 @@ impl Set {
         }
     }
 
+    /// Removes the members from the kernel's set that the program has removed.
+    fn remove_gone(&self, inner: &mut Inner) {
+        let gone = inner.members.iter().filter(|(_, m)| m.gone);
+        let gone: Vec<c_int> = gone.map(|(fd, _)| *fd).collect();
+        for fd in gone {
+            let _ = kernel(inner.epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
+            self.remove(inner, fd);
+        }
+    }
+
     /// Removes the connection `fd`, which is plain now, or closed.
     pub fn forget(&self, fd: c_int) {
         let mut inner = self.lock();
@@ -284,6 +358,7 @@ impl Set {
         } else if let Some(member) = inner.members.get(&fd)
             && member.sock.mode() == Mode::Plain
             && member.asked != member.events
+            && member.may_change()
         {
             let (events, data) = (member.events, member.data);
             let _ = kernel(inner.epfd, libc::EPOLL_CTL_MOD, fd, events, data);
@@ -295,8 +370,13 @@ impl Set {
     /// library keeps it open for a while. Until then the kernel would report its events, with data that the program may use for
     /// another connection by then.
     pub fn withdraw(&self, fd: c_int) {
+        let inner = self.lock();
+        // The other process may still have the connection in its set.
+        if inner.is_shared() {
+            return;
+        }
         // This fails if the set no longer contains the connection.
-        let _ = kernel(self.lock().epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
+        let _ = kernel(inner.epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
     }
 
     /// Called when the program closes one of several descriptors of a connection. The kernel's set would otherwise keep a
@@ -376,6 +456,7 @@ impl Set {
             let first = inner.by_data.get(&data).copied();
             for fd in first.into_iter().chain(inner.further(data)) {
                 if let Some(member) = inner.members.get(&fd)
+                    && !member.inherited
                     && matches!(member.sock.mode(), Mode::Accepted | Mode::Connecting)
                 {
                     found.push((fd, member.sock));
@@ -409,7 +490,10 @@ impl Set {
             };
             let data = event.u64;
             if data == BELL && inner.bell.is_some() {
-                inner.listen();
+                // The other process still has to read its bell.
+                if !inner.is_shared() {
+                    inner.listen();
+                }
                 continue;
             }
             let Some(first) = inner.by_data.get(&data).copied() else {
@@ -481,6 +565,20 @@ impl Set {
                 u64: data,
             });
         }
+        if m.inherited && !sock.is_used_here() && !sock.is_used_elsewhere() {
+            let report = m.unused(found);
+            if report != 0 {
+                inner.list(fd);
+                return Some(epoll_event {
+                    events: report,
+                    u64: data,
+                });
+            }
+            if found == 0 || inner.is_shared() {
+                return None;
+            }
+            // No other process handles these events, and the kernel would report them again at once.
+        }
         if !sock.is_ours(fd) {
             return (found != 0).then_some(epoll_event {
                 events: ERR | HUP,
@@ -543,7 +641,32 @@ impl Set {
     }
 }
 
+impl Member {
+    /// Returns whether the library may change the member in the kernel's set without a call of the program.
+    fn may_change(&self) -> bool {
+        !self.inherited || self.sock.is_used_here()
+    }
+
+    /// Returns the events to report in the child of a fork for a stream that neither process has used since. A wait is not a use: the
+    /// stream stays free for the parent until this process reads or writes. `found`: the events of the carrier.
+    fn unused(&self, found: u32) -> u32 {
+        let ready = match self.sock.try_stream() {
+            // The kernel does not know when an exact member is listed, so only its events are reported.
+            Some(stream) if self.events & EXACT == 0 => {
+                stream.as_ref().map_or(0, |s| to_epoll(s.readiness()))
+            }
+            _ => 0,
+        };
+        (ready | found) & (self.events | ERR | HUP)
+    }
+}
+
 impl Inner {
+    /// Returns whether the kernel's set belongs to another process, which still exists.
+    fn is_shared(&self) -> bool {
+        self.maker != owner::me() && owner::exists(self.maker)
+    }
+
     fn index(&mut self, data: u64, fd: c_int) {
         if *self.by_data.entry(data).or_insert(fd) != fd {
             self.shared.push((data, fd));
@@ -636,10 +759,13 @@ impl Inner {
             let Some(m) = members.get_mut(fd) else {
                 return false;
             };
-            let waits = !m.gone && !m.disarmed;
-            let is_up = m.sock.mode() == Mode::Up && m.sock.is_ours(*fd);
+            let waits = !m.gone && !m.disarmed && m.sock.mode() == Mode::Up;
+            if waits && m.inherited && !m.sock.is_used_here() {
+                m.listed = m.unused(0) != 0;
+                return m.listed;
+            }
             m.listed = waits
-                && is_up
+                && m.sock.is_ours(*fd)
                 && to_epoll(m.sock.process_for(*fd, 0, 0).0) & (m.events | ERR | HUP) != 0;
             m.listed
         });

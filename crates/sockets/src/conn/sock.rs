@@ -347,6 +347,11 @@ impl Sock {
         self.copied.load(Ordering::Acquire)
     }
 
+    /// Returns the stream if no other thread uses it at the moment.
+    pub fn try_stream(&self) -> Option<MutexGuard<'_, Option<Box<Stream>>>> {
+        self.inner.try_lock()
+    }
+
     /// Locks and returns the stream; `None` inside if the connection is not upgraded.
     pub fn stream(&self) -> MutexGuard<'_, Option<Box<Stream>>> {
         lock(&self.inner)
@@ -624,6 +629,7 @@ impl Sock {
             })
         {
             self.lost.store(true, Ordering::Relaxed);
+            self.forked.store(true, Ordering::Release);
         }
         self.sleepers.store(0, Ordering::Relaxed);
         self.direct.store(false, Ordering::Relaxed);
@@ -661,12 +667,15 @@ impl Sock {
     /// Returns whether this process has used the stream since the last fork, or created it.
     pub fn is_used_here(&self) -> bool {
         !self.forked.load(Ordering::Acquire)
-            || lock(&self.owner).is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
+            || !self.lost.load(Ordering::Relaxed)
+                && lock(&self.owner)
+                    .is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
     }
 
     /// Returns whether another process has used the stream since the last fork.
     pub fn is_used_elsewhere(&self) -> bool {
         self.forked.load(Ordering::Acquire)
+            && !self.lost.load(Ordering::Relaxed)
             && lock(&self.owner)
                 .is_some_and(|w| ![0, crate::owner::me()].contains(&w.load(Ordering::Acquire)))
     }
@@ -1173,7 +1182,7 @@ impl Sock {
 
     /// Returns the events to request from the carrier, if the connection is upgraded.
     pub fn carrier(&self, wanted: u32) -> Option<Carrier> {
-        if self.mode() != Mode::Up {
+        if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) {
             return None;
         }
         let inner = lock(&self.inner);
@@ -1184,6 +1193,9 @@ impl Sock {
 
     /// Records that the connection was added to a set by the descriptor `fd`.
     pub fn joined(&self, set: &'static Set, fd: c_int) {
+        if self.lost.load(Ordering::Relaxed) {
+            return;
+        }
         let before = self.member.swap(fd, Ordering::AcqRel);
         if before != fd && before >= 0 && self.in_sets.load(Ordering::Acquire) {
             self.copied.store(true, Ordering::Release);
@@ -1197,6 +1209,9 @@ impl Sock {
 
     /// Records that the connection was removed from a set.
     pub fn left(&self, set: &Set) {
+        if self.lost.load(Ordering::Relaxed) {
+            return;
+        }
         let mut sets = lock(&self.sets);
         sets.retain(|s| !std::ptr::eq(*s, set));
         self.in_sets.store(!sets.is_empty(), Ordering::Release);
@@ -1207,6 +1222,13 @@ impl Sock {
     /// Called when the program closes the descriptor `fd`, after it was removed from the table and before the kernel closes it.
     pub fn closing(&'static self, fd: c_int) {
         let _stays = sys::NotCancelled::begin();
+        if self.lost.load(Ordering::Relaxed) {
+            // A thread that does not exist in this process holds the locks of this object, so the object is not reused.
+            if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 && self.becomes(Mode::Plain) {
+                LIVE.fetch_sub(1, Ordering::Relaxed);
+            }
+            return;
+        }
         if self.numbers.load(Ordering::Acquire) == 1 {
             self.closed.store(true, Ordering::SeqCst);
         }
@@ -1221,8 +1243,7 @@ impl Sock {
             for set in &sets {
                 set.forget(fd);
             }
-            if self.mode() == Mode::Up && !self.lost.load(Ordering::Relaxed) && self.is_used_here()
-            {
+            if self.mode() == Mode::Up && self.is_used_here() {
                 let taken = lock(&self.inner).take();
                 if let Some(mut stream) = taken
                     && stream.close(fd, !self.is_received_elsewhere())
@@ -1234,7 +1255,6 @@ impl Sock {
                 }
             }
         } else if self.mode() == Mode::Up
-            && !self.lost.load(Ordering::Relaxed)
             && self.is_used_here()
             && let Some(((), pending)) = self.with(|s| s.uncork(fd))
             && pending != Pending::Nothing
@@ -1242,11 +1262,6 @@ impl Sock {
         {
             // The worker may know the stream by this descriptor only.
             worker::watch(copy, self, pending);
-        }
-        if self.lost.load(Ordering::Relaxed) {
-            // A thread that does not exist in this process holds the locks of this object, so the object is not reused.
-            LIVE.fetch_sub(1, Ordering::Relaxed);
-            return;
         }
         self.drop_number();
     }
