@@ -2327,6 +2327,39 @@ static const char *child_only_waits(size_t has_data)
 	return is_quiet(set);
 }
 
+/* ---------------------------------------------------------------- descriptors */
+
+/* Streams that stay ready fill the array of each wait. Other members of the set are reported too. */
+static const char *shares_turns(size_t streams)
+{
+	struct epoll_event e[8];
+	struct pair p[8];
+	int set, pipes[2];
+	int waits = 0, others = 0;
+
+	TRY(new_set(&set));
+	for (size_t i = 0; i < streams; i++) {
+		TRY(connected(&p[i]));
+		TRY(text(p[i].a, "unread"));
+		TRY(add(set, p[i].b, EPOLLIN | EPOLLOUT, i));
+	}
+	ENSURE(!pipe2(pipes, O_CLOEXEC), "pipe2: %s", strerror(errno));
+	keep_fd(pipes[0]);
+	keep_fd(pipes[1]);
+	TRY(text(pipes[1], "x"));
+	TRY(add(set, pipes[0], EPOLLIN, 100));
+	for (; waits < 1000; waits++) {
+		int n = epoll_wait(set, e, (int)streams, LONG_MS);
+
+		ENSURE(n > 0, "epoll_wait: %d", n);
+		for (int i = 0; i < n; i++)
+			others += e[i].data.u64 == 100;
+	}
+	ENSURE(others >= waits / 20, "%d waits of %d report the pipe", others, waits);
+	ENSURE(waits - others >= waits / 20 || streams > 1, "%d waits of %d report the stream", waits - others, waits);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -2424,6 +2457,8 @@ static const struct test tests[] = {
 	{ "removed_before_fork", removed_before_fork, 0, 0, false },
 	{ "child_only_waits", child_only_waits, 0, 0, false },
 	{ "child_only_waits_with_data", child_only_waits, 1, 0, false },
+	{ "shares_turns", shares_turns, 1, 0, false },
+	{ "shares_turns_8", shares_turns, 8, 0, false },
 };
 
 int main(int argc, char **argv)

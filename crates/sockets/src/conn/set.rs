@@ -25,7 +25,7 @@ use libc::{c_int, epoll_event};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const IN: u32 = libc::EPOLLIN as u32;
@@ -50,6 +50,8 @@ pub struct Set {
     members: AtomicUsize,
     /// The number of threads that wait in the kernel.
     waiters: AtomicUsize,
+    /// The last call had no room for events of the kernel, so the next one reports those first.
+    filled: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -174,6 +176,7 @@ impl Set {
                 inner: Mutex::new(Inner::default()),
                 members: AtomicUsize::new(0),
                 waiters: AtomicUsize::new(0),
+                filled: AtomicBool::new(false),
             }))
         });
         let mut inner = set.lock();
@@ -623,6 +626,17 @@ impl Set {
             events: report,
             u64: data,
         })
+    }
+
+    /// Returns whether the next wait reports events of the kernel before those of the list. This is so after each call for whose events
+    /// the list alone has filled the program's array: other members of the set would get no turn while streams stay ready.
+    pub fn is_kernels_turn(&self) -> bool {
+        self.filled.load(Ordering::Relaxed) && self.filled.swap(false, Ordering::Relaxed)
+    }
+
+    /// Records that the list alone has filled the program's array.
+    pub fn was_filled(&self) {
+        self.filled.store(true, Ordering::Relaxed);
     }
 
     /// Called before a thread waits in the kernel. Returns false if there are events to report already.

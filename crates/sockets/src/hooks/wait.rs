@@ -641,9 +641,20 @@ fn epoll(
     let mut until = Some(until);
     loop {
         let call = Call::next();
+        if set.is_kernels_turn() {
+            // SAFETY: the array has this many elements.
+            let found = unsafe { real::epoll_wait(epfd, out.as_mut_ptr(), n, 0) };
+            if let Ok(found @ 1..) = usize::try_from(found) {
+                let reported = set.report(call, out, 0, found);
+                if reported > 0 {
+                    return Some(reported as c_int);
+                }
+            }
+        }
         let listed = set.report_listed(call, out);
         let rest = out.get_mut(listed..).unwrap_or(&mut []);
         if rest.is_empty() {
+            set.was_filled();
             return Some(listed as c_int);
         }
         let mut ms = 0;
