@@ -2360,6 +2360,43 @@ static const char *shares_turns(size_t streams)
 	return NULL;
 }
 
+/* A program that closes all numbers does not close descriptors of the library, and those that it puts there stay its own. */
+static const char *closes_all_numbers(size_t replaces)
+{
+	struct pair p;
+	int set, outer, pipes[2], top[100];
+	char byte;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(new_set(&outer));
+	TRY(add(set, p.b, EPOLLIN, 1));
+	TRY(add(outer, set, EPOLLIN, 2));
+	ENSURE(!pipe2(pipes, O_CLOEXEC | O_NONBLOCK), "pipe2: %s", strerror(errno));
+	keep_fd(pipes[0]);
+	keep_fd(pipes[1]);
+	for (int i = 0; i < 100; i++) {
+		if (replaces)
+			top[i] = dup2(pipes[1], 1000 + i);
+		else if (close(1000 + i), (top[i] = fcntl(pipes[1], F_DUPFD_CLOEXEC, 1000)) < 0)
+			return "F_DUPFD_CLOEXEC";
+		ENSURE(top[i] >= 0, "dup2: %s", strerror(errno));
+		keep_fd(top[i]);
+	}
+	for (int i = 0; i < 10; i++) {
+		TRY(text(p.a, "abcd"));
+		TRY(reports(outer, EPOLLIN, 2));
+		TRY(reports(set, EPOLLIN, 1));
+		TRY(takes(p.b, "ab"));
+		TRY(reports(outer, EPOLLIN, 2));
+		TRY(takes(p.b, "cd"));
+		epoll_wait(set, &(struct epoll_event){ 0 }, 1, 0);
+		TRY(is_quiet(outer));
+	}
+	ENSURE(read(pipes[0], &byte, 1) < 0 && errno == EAGAIN, "the library has written to a descriptor of the program");
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -2459,6 +2496,8 @@ static const struct test tests[] = {
 	{ "child_only_waits_with_data", child_only_waits, 1, 0, false },
 	{ "shares_turns", shares_turns, 1, 0, false },
 	{ "shares_turns_8", shares_turns, 8, 0, false },
+	{ "closes_all_numbers", closes_all_numbers, 0, 0, false },
+	{ "replaces_all_numbers", closes_all_numbers, 1, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -199,7 +199,7 @@ impl Set {
     pub fn closing(&'static self) {
         let mut inner = self.lock();
         if let Some(bell) = inner.bell.take() {
-            sys::close(bell);
+            table::close_own(bell);
         }
         let members = std::mem::take(&mut *inner).members;
         self.members.store(0, Ordering::Release);
@@ -639,6 +639,18 @@ impl Set {
         self.filled.store(true, Ordering::Relaxed);
     }
 
+    /// Called before the program puts a descriptor of its own at the number `fd`. If the bell has this number, it gets another one. The
+    /// kernel's set keeps the bell, because it is the same eventfd.
+    pub fn move_away(&self, fd: c_int) {
+        let mut inner = self.lock();
+        if inner.bell == Some(fd) {
+            inner.bell = sys::copy_high(fd);
+            if let Some(bell) = inner.bell {
+                table::own(bell);
+            }
+        }
+    }
+
     /// Called before a thread waits in the kernel. Returns false if there are events to report already.
     pub fn enter(&self) -> bool {
         self.waiters.fetch_add(1, Ordering::AcqRel);
@@ -747,6 +759,7 @@ impl Inner {
             sys::close(bell);
             return;
         }
+        table::own(bell);
         self.bell = Some(bell);
     }
 

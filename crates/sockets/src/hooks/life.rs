@@ -475,10 +475,10 @@ fn overwrites(fd: c_int, to: c_int) {
             show::lost(to);
             reliable::move_away(to);
             answers::lost(to);
-            table::for_each(|_, entry| {
-                if let Entry::Dgram(dgram) = entry {
-                    dgram.move_away(to);
-                }
+            table::for_each(|_, entry| match entry {
+                Entry::Dgram(dgram) => dgram.move_away(to),
+                Entry::Set(set) => set.move_away(to),
+                _ => {}
             });
         }
         set_entry(to, Entry::Other);
