@@ -215,19 +215,25 @@ static const char *take_all(int fd, size_t total)
 /* ---------------------------------------------------------------- which transport */
 
 /* On an upgraded connection the kernel counts more bytes than the program wrote; on a plain one, as many. */
-static const char *is_upgraded(size_t arg)
+static const char *has_expected_transport(int fd)
 {
 	bool expected = getenv("SOCKETS_UPGRADED");
 	struct tcp_info info;
 	socklen_t len = sizeof info;
+
+	ENSURE(!getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &len), "TCP_INFO: %s", strerror(errno));
+	ENSURE((info.tcpi_bytes_received > 2) == expected, "%llu bytes for 2: %s", (unsigned long long)info.tcpi_bytes_received,
+	       expected ? "the connection is plain" : "the connection is upgraded");
+	return NULL;
+}
+
+static const char *is_upgraded(size_t arg)
+{
 	struct pair p;
 
 	(void)arg;
 	TRY(connected(&p));
-	ENSURE(!getsockopt(p.b, IPPROTO_TCP, TCP_INFO, &info, &len), "TCP_INFO: %s", strerror(errno));
-	ENSURE((info.tcpi_bytes_received > 2) == expected, "%llu bytes for 2: %s", (unsigned long long)info.tcpi_bytes_received,
-	       expected ? "the connection is plain" : "the connection is upgraded");
-	return NULL;
+	return has_expected_transport(p.b);
 }
 
 /* ---------------------------------------------------------------- sets */
@@ -2397,6 +2403,72 @@ static const char *closes_all_numbers(size_t replaces)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- copies of descriptors */
+
+enum { AFTER_LISTEN, BEFORE_LISTEN, ORIGINAL_CLOSED };
+
+/* Connections are accepted by a copy of the listener's descriptor. They are upgraded as if there were no copy. */
+static const char *accepted_by_copy(size_t how)
+{
+	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t len = sizeof at;
+	struct pair p;
+	int listener, copy, higher;
+
+	listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(listener >= 0, "socket: %s", strerror(errno));
+	keep_fd(listener);
+	copy = how == BEFORE_LISTEN ? dup(listener) : -1;
+	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 4), "listen: %s", strerror(errno));
+	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	if (how != BEFORE_LISTEN)
+		copy = dup(listener);
+	ENSURE(copy >= 0, "dup: %s", strerror(errno));
+	keep_fd(copy);
+	if (how == ORIGINAL_CLOSED)
+		close(listener);
+	higher = fcntl(copy, F_DUPFD_CLOEXEC, 200);
+	ENSURE(higher >= 0, "F_DUPFD_CLOEXEC: %s", strerror(errno));
+	keep_fd(higher);
+	for (int i = 0; i < 2; i++) {
+		p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		keep_fd(p.a);
+		ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+		p.b = accept4(i ? copy : higher, NULL, NULL, SOCK_CLOEXEC);
+		ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+		keep_fd(p.b);
+		TRY(greet(&p));
+		TRY(has_expected_transport(p.b));
+		if (!i)
+			close(higher);
+	}
+	return NULL;
+}
+
+/* The descriptor of a socket is copied before the socket connects. Both can be used. */
+static const char *copied_before_connect(size_t arg)
+{
+	struct sockaddr_in at;
+	struct pair p, q;
+	int listener;
+
+	(void)arg;
+	TRY(listens(&listener, &at, 0, 0));
+	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	keep_fd(p.a);
+	q.a = dup(p.a);
+	ENSURE(q.a >= 0, "dup: %s", strerror(errno));
+	keep_fd(q.a);
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p.b = q.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p.b);
+	TRY(greet(&q));
+	TRY(greet(&p));
+	close(p.a);
+	return greet(&q);
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -2498,6 +2570,10 @@ static const struct test tests[] = {
 	{ "shares_turns_8", shares_turns, 8, 0, false },
 	{ "closes_all_numbers", closes_all_numbers, 0, 0, false },
 	{ "replaces_all_numbers", closes_all_numbers, 1, 0, false },
+	{ "accepted_by_copy", accepted_by_copy, AFTER_LISTEN, 0, false },
+	{ "accepted_by_copy_before_listen", accepted_by_copy, BEFORE_LISTEN, 0, false },
+	{ "accepted_by_copy_only", accepted_by_copy, ORIGINAL_CLOSED, 0, false },
+	{ "copied_before_connect", copied_before_connect, 0, 0, false },
 };
 
 int main(int argc, char **argv)

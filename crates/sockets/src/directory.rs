@@ -81,10 +81,38 @@ pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
         sys::close(high);
         return None;
     };
-    if let Some(old) = held.get_or_insert_default().insert(listener, high) {
+    let held = held.get_or_insert_default();
+    if let Some(old) = held.insert(listener, high)
+        && !has_name(held, old)
+    {
         sys::close(old);
     }
     Some(high)
+}
+
+/// Returns whether the descriptor `name` holds the name of a listener.
+fn has_name(held: &Names, name: c_int) -> bool {
+    held.values().any(|own| *own == name)
+}
+
+/// Records that `copy` is a duplicate of the descriptor `listener`. The name stays until the last of them is closed.
+pub fn copied(listener: c_int, copy: c_int) {
+    if let Some(held) = names().as_mut().and_then(|held| held.as_mut())
+        && let Some(name) = held.get(&listener).copied()
+    {
+        held.insert(copy, name);
+    }
+}
+
+/// Called when the program passes the listener to a process that may not have the library. Queries then fail, so that clients
+/// stay plain. This affects all processes that share the name. Returns the descriptor that held it, which the caller closes.
+pub fn give_up(listener: c_int) -> Option<c_int> {
+    let mut held = names()?;
+    let held = held.as_mut()?;
+    let name = held.get(&listener).copied()?;
+    held.retain(|_, own| *own != name);
+    end_name(name);
+    Some(name)
 }
 
 /// The names of UDP sockets that this process holds. Several of its sockets may have the same address.
@@ -194,10 +222,12 @@ pub fn leave_udp(name: c_int) -> bool {
     true
 }
 
-/// Called when the listener was closed. Returns the descriptor that held its name, which the caller closes.
+/// Called when the listener was closed. If it has no duplicate, returns the descriptor that held its name, which the caller closes.
 pub fn leave(listener: c_int) -> Option<c_int> {
     let mut held = names()?;
-    held.as_mut().and_then(|h| h.remove(&listener))
+    let held = held.as_mut()?;
+    let name = held.remove(&listener)?;
+    (!has_name(held, name)).then_some(name)
 }
 
 /// Called when the program replaces the descriptor `fd`, which holds a name. The library must not use `fd` any more.

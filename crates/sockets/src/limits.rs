@@ -115,7 +115,7 @@ pub const DEAF_TICK: i32 = 1;
 pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
 /// Bytes of the memory that forked processes share for the owner of each stream, one word each.
 pub const OWNERS: usize = 256 * 1024;
-/// The number of descriptors that are checked at start for inherited sockets. Servers inherit low descriptors.
+/// The number of descriptors that are checked at start for inherited sockets if `/proc` does not list the open ones.
 pub const INHERITED: i32 = 32;
 /// The longest time, in milliseconds, that a fork waits for a lock of the library, so that the child can use what it protects. Such locks are held
 /// for a few microseconds.

@@ -13,6 +13,7 @@ use crate::hooks::life;
 use crate::limits;
 use crate::owner;
 use crate::sys;
+use libc::c_int;
 use std::cell::RefCell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -39,7 +40,7 @@ extern "C" fn begin() {
 /// Adopts descriptors that were open before exec: listeners, bound UDP sockets, and accepted connections that were not read yet and are
 /// standard input, output or error.
 fn inherited() {
-    for fd in 0..limits::INHERITED {
+    for fd in open_descriptors() {
         let listens = sys::option(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN);
         let protocol = listens.and_then(|_| sys::option(fd, libc::SOL_SOCKET, libc::SO_PROTOCOL));
         let is_tcp = protocol == Ok(libc::IPPROTO_TCP);
@@ -51,6 +52,17 @@ fn inherited() {
             life::adopt_dgram(fd);
         }
     }
+}
+
+fn open_descriptors() -> Vec<c_int> {
+    let listed = std::fs::read_dir("/proc/self/fd").map(|all| {
+        all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+            .collect()
+    });
+    // In order, because an adopted connection is compared with those at lower numbers.
+    let mut all: Vec<c_int> = listed.unwrap_or_else(|_| (0..limits::INHERITED).collect());
+    all.sort_unstable();
+    all
 }
 
 extern "C" fn end() {

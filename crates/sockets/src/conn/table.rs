@@ -27,6 +27,8 @@ const LISTENER_STRICT: usize = 4;
 const LISTENER_EACH: usize = 5;
 /// A descriptor that the library has opened for itself.
 const OWN: usize = 6;
+/// A TCP socket that stays plain.
+const PINNED: usize = 7;
 const TAGS: usize = 16;
 /// Tag bit in the address of a set. The address of a connection has no tag bit.
 const SET: usize = 1;
@@ -51,6 +53,9 @@ pub enum Entry {
     Other,
     /// A TCP socket that is not connected and does not listen.
     Tcp,
+    /// A TCP socket that stays plain because of a rule, of an option that the program has set, or of stdio. A listener with the entry
+    /// [`Entry::Other`] may be one that the program got from another process, and is examined at its first accepted connection.
+    Pinned,
     /// A UDP socket whose datagrams may be messages.
     Dgram(&'static Dgram),
     /// A listener.
@@ -72,6 +77,7 @@ impl Entry {
             Self::Listener(Listens::Requires) => LISTENER_STRICT,
             Self::Listener(Listens::Each) => LISTENER_EACH,
             Self::Own => OWN,
+            Self::Pinned => PINNED,
             Self::Sock(sock) => std::ptr::from_ref(sock).expose_provenance(),
             Self::Set(set) => std::ptr::from_ref(set).expose_provenance() | SET,
             Self::Dgram(dgram) => std::ptr::from_ref(dgram).expose_provenance() | DGRAM,
@@ -86,6 +92,7 @@ impl Entry {
             LISTENER_STRICT => Self::Listener(Listens::Requires),
             LISTENER_EACH => Self::Listener(Listens::Each),
             OWN => Self::Own,
+            PINNED => Self::Pinned,
             0..TAGS => Self::Other,
             word if word & SET != 0 => {
                 let at = std::ptr::with_exposed_provenance::<Set>(word & !SET);

@@ -2,10 +2,10 @@
 
 use super::wait::kick;
 use super::{batch, dgram, fail, fail_long};
-use crate::conn::dgram::LIVE as DGRAMS;
-use crate::conn::sock::{self, GONE, LIVE, Mode, Others, Sock, Wait};
-use crate::conn::table;
+use crate::conn::sock::{self, GONE, Mode, Others, Sock, Wait};
+use crate::conn::table::{self, Entry};
 use crate::conn::worker;
+use crate::directory;
 use crate::limits;
 use crate::queue::Dest;
 use crate::real;
@@ -17,7 +17,6 @@ use libc::{
 };
 use std::io::{IoSlice, IoSliceMut};
 use std::ptr::{null, null_mut};
-use std::sync::atomic::Ordering;
 
 /// Returns the stream of `fd`, after deciding an undecided connection if possible. `None`: the call goes to the kernel.
 #[inline]
@@ -701,13 +700,13 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
     }
 }
 
-/// Handles the connections and UDP sockets whose descriptors `msg` passes to another process (`SCM_RIGHTS`): makes them plain.
+/// Handles the connections and UDP sockets whose descriptors `msg` passes to another process (`SCM_RIGHTS`): makes them plain. Listeners
+/// lose their names.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.
 unsafe fn hand_over(msg: *const msghdr) {
-    let live = LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed);
-    if live == 0 || msg.is_null() {
+    if msg.is_null() {
         return;
     }
     // SAFETY: upheld by the caller; the control part has the format of cmsg(3).
@@ -724,6 +723,11 @@ unsafe fn hand_over(msg: *const msghdr) {
                     let fd = first.add(i).read_unaligned();
                     if let Some(dgram) = table::dgram(fd) {
                         dgram.hand_over(fd);
+                    }
+                    if let Entry::Listener(_) = table::get(fd)
+                        && let Some(name) = directory::give_up(fd)
+                    {
+                        table::close_own(name);
                     }
                     if let Some(sock) = table::sock(fd)
                         && !(sock.is_ours(fd) && sock.hand_over(fd))

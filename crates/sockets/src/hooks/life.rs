@@ -21,7 +21,7 @@ use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 use sockets_base::rules::{Fallback, Listener, Mode, Role};
 use sockets_base::stat::Why;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Sets the table entry of `fd`, and closes the object of the previous entry.
@@ -42,7 +42,7 @@ fn set_entry(fd: c_int, entry: Entry) {
             Entry::Sock(sock) => early::connected(fd, sock),
             _ => early::forget(fd),
         },
-        Entry::Other | Entry::Own => {}
+        Entry::Other | Entry::Own | Entry::Pinned => {}
     }
     show::forget(fd);
 }
@@ -138,9 +138,31 @@ pub unsafe extern "C-unwind" fn listen(fd: c_int, backlog: c_int) -> c_int {
     // SAFETY: no pointer is passed.
     let r = unsafe { real::listen(fd, backlog) };
     if r == 0 && matches!(table::get(fd), Entry::Tcp) {
+        let copies = copies_of(fd);
         adopt_listener(fd);
+        for copy in copies {
+            copied(fd, copy);
+        }
     }
     r
+}
+
+/// The program has duplicated the descriptor of a TCP socket that was not connected and did not listen.
+static HAS_COPIES: AtomicBool = AtomicBool::new(false);
+
+/// Returns the other descriptors of a TCP socket that is not connected and does not listen.
+fn copies_of(fd: c_int) -> Vec<c_int> {
+    let mut copies = Vec::new();
+    if HAS_COPIES.load(Ordering::Relaxed) {
+        let errno = sys::errno();
+        table::for_each(|other, entry| {
+            if matches!(entry, Entry::Tcp) && other != fd && sys::is_same(other, fd) {
+                copies.push(other);
+            }
+        });
+        sys::set_errno(errno);
+    }
+    copies
 }
 
 /// Called when a TCP socket listens. Registers it in the directory unless a rule makes its connections plain.
@@ -152,7 +174,7 @@ pub(crate) fn adopt_listener(fd: c_int) {
             Listener::All(Mode::Require) => Listens::Requires,
             Listener::Each => Listens::Each,
             Listener::All(_) => {
-                set_entry(fd, Entry::Other);
+                set_entry(fd, Entry::Pinned);
                 sys::set_errno(errno);
                 return;
             }
@@ -174,7 +196,15 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
     if fd < 0 {
         return fd;
     }
-    match table::get(listener) {
+    let entry = match table::get(listener) {
+        // The program got the listener from another process, or has called `listen` by another descriptor.
+        Entry::Tcp | Entry::Other if is_tcp(listener) && !owner::is_visitor() => {
+            adopt_listener(listener);
+            table::get(listener)
+        }
+        entry => entry,
+    };
+    match entry {
         Entry::Listener(listens) => {
             let is_strict = match listens {
                 Listens::Prefers => Some(false),
@@ -197,6 +227,13 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
         _ => set_entry(fd, Entry::Other),
     }
     fd
+}
+
+fn is_tcp(fd: c_int) -> bool {
+    let errno = sys::errno();
+    let protocol = sys::option(fd, libc::SOL_SOCKET, libc::SO_PROTOCOL);
+    sys::set_errno(errno);
+    protocol == Ok(libc::IPPROTO_TCP)
 }
 
 /// Checks the rules with the addresses of an accepted connection. Returns whether the connection must be upgraded, or `None` if
@@ -314,8 +351,13 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
     let errno = sys::errno();
     if r == 0 || errno == libc::EINPROGRESS || errno == libc::EINTR {
         let sock = Sock::new(State::Connecting, false);
+        let copies = copies_of(fd);
         set_entry(fd, Entry::Sock(sock));
         show::undecided(fd);
+        for copy in copies {
+            sock.add_number();
+            set_entry(copy, Entry::Sock(sock));
+        }
         if r == 0 {
             sock.start(fd);
         } else {
@@ -438,12 +480,18 @@ fn copied(fd: c_int, to: c_int) -> c_int {
                 dgram.add_number();
                 set_entry(to, Entry::Dgram(dgram));
             }
-            // The library ignores duplicates of epoll sets, of listeners, of sockets that have become plain, and of its own
-            // descriptors.
-            Entry::Listener(_) | Entry::Set(_) | Entry::Sock(_) | Entry::Own => {
-                set_entry(to, Entry::Other);
+            Entry::Listener(listens) => {
+                set_entry(to, Entry::Listener(listens));
+                show::listener(to);
+                directory::copied(fd, to);
             }
-            entry => set_entry(to, entry),
+            Entry::Tcp => {
+                HAS_COPIES.store(true, Ordering::Relaxed);
+                set_entry(to, Entry::Tcp);
+            }
+            // The library ignores duplicates of epoll sets, of sockets that have become plain, and of its own descriptors.
+            Entry::Set(_) | Entry::Sock(_) | Entry::Own => set_entry(to, Entry::Other),
+            entry @ (Entry::Other | Entry::Pinned) => set_entry(to, entry),
         }
     }
     to
@@ -692,7 +740,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
     if pins {
         match table::get(fd) {
             Entry::Tcp => {
-                set_entry(fd, Entry::Other);
+                set_entry(fd, Entry::Pinned);
                 show::plain(fd, Why::Option);
             }
             Entry::Sock(sock) if !sock.stay_plain(fd) => return fail(libc::ENOPROTOOPT),
@@ -982,7 +1030,7 @@ pub unsafe extern "C-unwind" fn fexecve(
 pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c_void {
     match table::get(fd) {
         Entry::Tcp => {
-            set_entry(fd, Entry::Other);
+            set_entry(fd, Entry::Pinned);
             show::plain(fd, Why::Stdio);
         }
         Entry::Sock(sock) if sock.mode() == State::Up => {
