@@ -2469,6 +2469,197 @@ static const char *copied_before_connect(size_t arg)
 	return greet(&q);
 }
 
+/* ---------------------------------------------------------------- stdio */
+
+extern int __dprintf_chk(int fd, int flag, const char *format, ...);
+
+static int close_file(void *p)
+{
+	return fclose(p);
+}
+
+/* Sends the lines 0 to 9999 by one stream of the C library. The peer receives them by another one, and answers. */
+static void *send_lines(void *p)
+{
+	FILE *f = p;
+
+	for (int i = 0; i < 10000; i++)
+		if (fprintf(f, "%d %s\n", i, "and the rest of the line") < 0)
+			return p;
+	return fflush(f) ? p : NULL;
+}
+
+static const char *takes_lines(FILE *f)
+{
+	char line[100];
+
+	for (int i = 0; i < 10000; i++) {
+		ENSURE(fgets(line, sizeof line, f), "line %d: %s", i, ferror(f) ? strerror(errno) : "end");
+		ENSURE(atoi(line) == i && strchr(line, '\n'), "line %d is \"%s\"", i, line);
+	}
+	return NULL;
+}
+
+enum { IN_USE, UNDECIDED };
+
+/* Both ends use streams of the C library, after the first bytes or from the start. */
+static const char *stdio(size_t when)
+{
+	struct sockaddr_in at;
+	FILE *in[2], *out[2];
+	pthread_t thread;
+	int listener;
+	void *failed;
+	struct pair p;
+	char c;
+
+	if (when == IN_USE) {
+		TRY(connected(&p));
+	} else {
+		TRY(listens(&listener, &at, 0, 0));
+		p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		keep_fd(p.a);
+		ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+		p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+		ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+		keep_fd(p.b);
+	}
+	ENSURE(!fdopen(p.a, "x") && errno == EINVAL, "an invalid mode is accepted");
+	for (int i = 0; i < 2; i++) {
+		int fd = i ? p.b : p.a;
+
+		in[i] = fdopen(fd, "r");
+		ENSURE(in[i], "fdopen: %s", strerror(errno));
+		ENSURE(fileno(in[i]) == fd, "fileno is %d in place of %d", fileno(in[i]), fd);
+		forget((void *)(intptr_t)fd);
+		keep(close_file, in[i], "stream");
+		out[i] = fdopen(dup(fd), "w");
+		ENSURE(out[i], "fdopen: %s", strerror(errno));
+		keep(close_file, out[i], "stream");
+	}
+	for (int i = 0; i < 2; i++) {
+		ENSURE(!pthread_create(&thread, NULL, send_lines, out[i]), "pthread_create");
+		TRY(takes_lines(in[!i]));
+		ENSURE(!pthread_join(thread, &failed) && !failed, "a line cannot be written");
+	}
+	ENSURE(ftell(in[0]) == -1 && errno == ESPIPE, "ftell: %s", strerror(errno));
+	/* The numbers can be used too. */
+	TRY(text(p.a, "ab"));
+	TRY(takes(p.b, "ab"));
+	ENSURE(!close_now(in[0]) && !close_now(out[0]), "fclose: %s", strerror(errno));
+	ENSURE(read(p.b, &c, 1) == 0, "the stream does not end");
+	ENSURE(fgetc(in[1]) == EOF && feof(in[1]) && !ferror(in[1]), "the stream does not end");
+	return NULL;
+}
+
+/* One stream of the C library in both directions, and formatted text without a stream. */
+static const char *stdio_both(size_t arg)
+{
+	char line[100];
+	struct pair p;
+	FILE *f;
+
+	(void)arg;
+	TRY(connected(&p));
+	f = fdopen(p.b, "r+");
+	ENSURE(f, "fdopen: %s", strerror(errno));
+	forget((void *)(intptr_t)p.b);
+	keep(close_file, f, "stream");
+	for (int i = 0; i < 3; i++) {
+		TRY(text(p.a, "question\n"));
+		ENSURE(fgets(line, sizeof line, f) && !strcmp(line, "question\n"), "fgets: %s", strerror(errno));
+		ENSURE(fputs("answer\n", f) >= 0 && !fflush(f), "fputs: %s", strerror(errno));
+		TRY(takes(p.a, "answer\n"));
+	}
+	return NULL;
+}
+
+static int print_list(int fd, const char *format, ...)
+{
+	va_list list;
+	int n;
+
+	va_start(list, format);
+	n = vdprintf(fd, format, list);
+	va_end(list);
+	return n;
+}
+
+#define FORMAT "%s %d %.2f %ld %c %g %u %.1f %x %.0f %.3f %e %.4f %.5f %d\n"
+#define VALUES "text", -1, 1.25, 1L << 40, 'c', 0.5, 7u, 2.5, 0xfeu, 3.0, 4.125, 1e100, 5.0625, 6.5, 99
+#define PRINTED "text -1 1.25 1099511627776 c 0.5 7 2.5 fe 3 4.125 1.000000e+100 5.0625 6.50000 99\n"
+
+static const char *prints(size_t arg)
+{
+	int pipes[2], n = (int)strlen(PRINTED);
+	struct pair p;
+	char *line;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!pipe2(pipes, O_CLOEXEC), "pipe2: %s", strerror(errno));
+	keep_fd(pipes[0]);
+	keep_fd(pipes[1]);
+	for (int i = 0; i < 2; i++) {
+		int fd = i ? pipes[1] : p.a, from = i ? pipes[0] : p.b;
+		char got[sizeof PRINTED] = "";
+
+		ENSURE(dprintf(fd, FORMAT, VALUES) == n, "dprintf: %s", strerror(errno));
+		ENSURE(read(from, got, sizeof got) == n && !strcmp(got, PRINTED), "dprintf: \"%s\"", got);
+		ENSURE(print_list(fd, FORMAT, VALUES) == n, "vdprintf: %s", strerror(errno));
+		ENSURE(read(from, got, sizeof got) == n && !strcmp(got, PRINTED), "vdprintf: \"%s\"", got);
+		ENSURE(__dprintf_chk(fd, 1, FORMAT, VALUES) == n, "__dprintf_chk: %s", strerror(errno));
+		ENSURE(read(from, got, sizeof got) == n && !strcmp(got, PRINTED), "__dprintf_chk: \"%s\"", got);
+		ENSURE(dprintf(fd, "%s", "") == 0 && dprintf(fd, "word") == 4, "dprintf: %s", strerror(errno));
+		ENSURE(read(from, got, sizeof got) == 4 && !memcmp(got, "word", 4), "dprintf: \"%s\"", got);
+	}
+	line = malloc(5001);
+	memset(line, 'x', 5000);
+	line[5000] = 0;
+	n = dprintf(p.a, "%s%s", line, line);
+	free(line);
+	ENSURE(n == 10000, "dprintf: %d", n);
+	TRY(take_all(p.b, 10000));
+	ENSURE(dprintf(-1, "x") < 0 && errno == EBADF, "dprintf: %s", strerror(errno));
+	return NULL;
+}
+
+/* A program makes an accepted connection its standard output, and prints. */
+static const char *prints_to_standard_output(size_t arg)
+{
+	struct sockaddr_in at;
+	int listener, status;
+	struct pair p;
+	pid_t child;
+
+	(void)arg;
+	TRY(listens(&listener, &at, 0, 0));
+	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	keep_fd(p.a);
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p.b);
+	fflush(stdout);
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		if (dup2(p.b, 1) != 1 || dup2(p.b, 0) != 0)
+			_exit(1);
+		close(p.b);
+		close(p.a);
+		printf("banner\n");
+		fflush(stdout);
+		_exit(getchar() != 'x');
+	}
+	close(p.b);
+	TRY(takes(p.a, "banner\n"));
+	TRY(text(p.a, "x"));
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the child fails: status %#x", status);
+	ENSURE(read(p.a, &status, 1) == 0, "the stream does not end: %s", strerror(errno));
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -2574,6 +2765,11 @@ static const struct test tests[] = {
 	{ "accepted_by_copy_before_listen", accepted_by_copy, BEFORE_LISTEN, 0, false },
 	{ "accepted_by_copy_only", accepted_by_copy, ORIGINAL_CLOSED, 0, false },
 	{ "copied_before_connect", copied_before_connect, 0, 0, false },
+	{ "stdio", stdio, IN_USE, 0, false },
+	{ "stdio_undecided", stdio, UNDECIDED, 0, false },
+	{ "stdio_both", stdio_both, 0, 0, false },
+	{ "prints", prints, 0, 0, false },
+	{ "prints_to_standard_output", prints_to_standard_output, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -130,6 +130,8 @@ originals! {
     execvpe(path: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int;
     fexecve(fd: c_int, argv: *const *const c_char, envp: *const *const c_char) -> c_int;
     fdopen(fd: c_int, mode: *const c_char) -> *mut c_void;
+    vdprintf(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int;
+    __vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int;
     pthread_testcancel() -> ();
     syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long;
 }

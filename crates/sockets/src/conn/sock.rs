@@ -517,6 +517,22 @@ impl Sock {
         if self.mode() != Mode::Accepted {
             return true;
         }
+        self.turn_away(inner, fd, Why::Handed);
+        true
+    }
+
+    /// Makes an accepted connection plain whose first bytes have arrived. A Request is refused. Without bytes the connection stays
+    /// undecided, because a later Request could not be refused any more.
+    pub fn refuse(&'static self, fd: c_int, why: Why) {
+        let _stays = sys::NotCancelled::begin();
+        let inner = lock(&self.inner);
+        if self.mode() == Mode::Accepted && sys::peek(fd, &mut [0]) != Err(libc::EAGAIN) {
+            self.turn_away(inner, fd, why);
+        }
+    }
+
+    /// Makes an accepted connection plain, and refuses a Request that has arrived. `inner`: the lock of the stream.
+    fn turn_away(&'static self, inner: MutexGuard<'_, Option<Box<Stream>>>, fd: c_int, why: Why) {
         let mut bytes = [0u8; limits::REQUEST];
         let n = sys::peek(fd, &mut bytes).unwrap_or(0);
         if let Some((length, reply)) = stream::refusal(bytes.get(..n).unwrap_or(&[]))
@@ -530,8 +546,7 @@ impl Sock {
             let _ = sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL);
         }
         drop(inner);
-        self.go_plain(fd, Why::Handed);
-        true
+        self.go_plain(fd, why);
     }
 
     /// Makes an undecided connection plain, because the program has set an option that streams do not have. Returns whether the

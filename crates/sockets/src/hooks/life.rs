@@ -298,6 +298,11 @@ fn obstacle(fd: c_int, addr: SocketAddr) -> Option<Why> {
     own.map(|_| Why::Itself)
 }
 
+/// Records that a TCP socket stays plain.
+pub(super) fn pin(fd: c_int) {
+    set_entry(fd, Entry::Pinned);
+}
+
 /// See `connect(2)`.
 ///
 /// # Safety
@@ -475,6 +480,10 @@ fn copied(fd: c_int, to: c_int) -> c_int {
             Entry::Sock(sock) if sock.mode() != State::Plain => {
                 sock.add_number();
                 set_entry(to, Entry::Sock(sock));
+                // The streams of the C library, and a program that is executed, read and write the bytes of the wire.
+                if to <= libc::STDERR_FILENO && sock.mode() == State::Accepted {
+                    sock.refuse(to, Why::Handed);
+                }
             }
             Entry::Dgram(dgram) => {
                 dgram.add_number();
@@ -1020,31 +1029,6 @@ pub unsafe extern "C-unwind" fn fexecve(
     before_exec();
     // SAFETY: upheld by the caller.
     unsafe { real::fexecve(fd, argv, envp) }
-}
-
-/// See `fdopen(3)`. The streams of the C library use system calls directly, so the connection becomes plain.
-///
-/// # Safety
-/// The requirements of `fdopen` apply.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c_void {
-    match table::get(fd) {
-        Entry::Tcp => {
-            set_entry(fd, Entry::Pinned);
-            show::plain(fd, Why::Stdio);
-        }
-        Entry::Sock(sock) if sock.mode() == State::Up => {
-            fail(libc::EINVAL);
-            return std::ptr::null_mut();
-        }
-        Entry::Sock(sock) => {
-            sock.decide(fd, true);
-        }
-        Entry::Dgram(dgram) => dgram.pin(fd, Why::Stdio),
-        _ => {}
-    }
-    // SAFETY: upheld by the caller.
-    unsafe { real::fdopen(fd, mode) }
 }
 
 /// See `_exit(2)`. First sends corked bytes, and waits until the bytes of streams and the reliable datagrams are acknowledged: unlike

@@ -10,6 +10,7 @@ pub mod data;
 mod dgram;
 pub mod life;
 mod reliable;
+pub mod stdio;
 pub mod wait;
 
 use crate::sys;
