@@ -928,7 +928,7 @@ impl Sock {
     fn ring_watchers(&self) {
         if self.watched.load(Ordering::Acquire) {
             for kick in lock(&self.watchers).iter() {
-                sys::ring(*kick);
+                table::ring_own(*kick);
             }
         }
     }
@@ -988,7 +988,7 @@ impl Sock {
             self.ring_watchers();
         }
         if news.writable && self.leads.load(Ordering::SeqCst) {
-            sys::ring(self.kick.load(Ordering::Acquire));
+            table::ring_own(self.kick.load(Ordering::Acquire));
         }
     }
 
@@ -1005,7 +1005,7 @@ impl Sock {
     /// Returns the eventfd for the leader, and creates it at the first call. The stream must be locked.
     fn kick(&self) -> Option<c_int> {
         let fd = self.kick.load(Ordering::Acquire);
-        if fd >= 0 {
+        if fd >= 0 && table::is_own(fd) {
             return Some(fd);
         }
         let fd = sys::eventfd()?;

@@ -186,10 +186,28 @@ pub fn own(fd: c_int) {
     replace(fd, Entry::Own);
 }
 
-/// Closes a descriptor that the library has opened for itself.
+/// Returns whether the library has opened `fd` for itself, and the program has not put a descriptor of its own at the number.
+pub fn is_own(fd: c_int) -> bool {
+    // Numbers beyond the end of the table have no entry.
+    place(fd).is_none_or(|p| p.load(Ordering::Acquire) == OWN)
+}
+
+/// Closes a descriptor that the library has opened for itself, unless the program has replaced it.
 pub fn close_own(fd: c_int) {
-    replace(fd, Entry::Other);
-    sys::close(fd);
+    let is_own = place(fd).is_none_or(|p| {
+        p.compare_exchange(OWN, 0, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
+    });
+    if is_own {
+        sys::close(fd);
+    }
+}
+
+/// Writes an eventfd of the library, unless the program has replaced it.
+pub fn ring_own(fd: c_int) {
+    if is_own(fd) {
+        sys::ring(fd);
+    }
 }
 
 /// Removes the entry of `fd` if it is `sock`. Returns whether it was.

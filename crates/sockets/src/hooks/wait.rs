@@ -159,7 +159,7 @@ thread_local! {
 pub(super) fn kick() -> Option<c_int> {
     let me = owner::me();
     let (fd, process) = KICK.try_with(|k| k.0.get()).ok()?;
-    if fd >= 0 && process == me {
+    if fd >= 0 && process == me && table::is_own(fd) {
         return Some(fd);
     }
     let fd = sys::eventfd()?;
