@@ -455,6 +455,9 @@ impl Sock {
 
     /// Peeks at the first bytes of an accepted connection, and decides.
     fn look(&'static self, fd: c_int, writes: bool) {
+        if self.is_lost() {
+            return;
+        }
         let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if self.mode() != Mode::Accepted {
@@ -500,6 +503,9 @@ impl Sock {
     /// Makes the connection plain at both ends, because it is passed to another program, which may not have the library. A pending
     /// Request is refused; for a stream, both ends exchange Plain messages. Returns whether the connection is plain.
     pub fn hand_over(&'static self, fd: c_int) -> bool {
+        if self.is_lost() {
+            return false;
+        }
         let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if self.mode() == Mode::Up {
@@ -524,6 +530,9 @@ impl Sock {
     /// Makes an accepted connection plain whose first bytes have arrived. A Request is refused. Without bytes the connection stays
     /// undecided, because a later Request could not be refused any more.
     pub fn refuse(&'static self, fd: c_int, why: Why) {
+        if self.is_lost() {
+            return;
+        }
         let _stays = sys::NotCancelled::begin();
         let inner = lock(&self.inner);
         if self.mode() == Mode::Accepted && sys::peek(fd, &mut [0]) != Err(libc::EAGAIN) {
@@ -577,6 +586,9 @@ impl Sock {
 
     /// Sends the Request. Called when TCP has connected.
     pub fn start(&'static self, fd: c_int) {
+        if self.is_lost() {
+            return;
+        }
         let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if self.mode() != Mode::Connecting {
@@ -660,7 +672,7 @@ impl Sock {
         if !self.forked.load(Ordering::Acquire) {
             return true;
         }
-        if self.lost.load(Ordering::Relaxed) {
+        if self.is_lost() {
             return false;
         }
         let Some(word) = *lock(&self.owner) else {
@@ -679,10 +691,15 @@ impl Sock {
         }
     }
 
+    /// Returns whether a lock of the connection stays locked in this process, because a thread of the parent held it at the fork.
+    fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
     /// Returns whether this process has used the stream since the last fork, or created it.
     pub fn is_used_here(&self) -> bool {
         !self.forked.load(Ordering::Acquire)
-            || !self.lost.load(Ordering::Relaxed)
+            || !self.is_lost()
                 && lock(&self.owner)
                     .is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
     }
@@ -690,7 +707,7 @@ impl Sock {
     /// Returns whether another process has used the stream since the last fork.
     pub fn is_used_elsewhere(&self) -> bool {
         self.forked.load(Ordering::Acquire)
-            && !self.lost.load(Ordering::Relaxed)
+            && !self.is_lost()
             && lock(&self.owner)
                 .is_some_and(|w| ![0, crate::owner::me()].contains(&w.load(Ordering::Acquire)))
     }
@@ -734,7 +751,7 @@ impl Sock {
         };
         let _stays = sys::NotCancelled::begin();
         let may_use = self.mode() == Mode::Up
-            && !self.lost.load(Ordering::Relaxed)
+            && !self.is_lost()
             && (!self.forked.load(Ordering::Acquire) || is_used_here());
         let mut inner = may_use.then(|| self.inner.try_lock()).flatten()?;
         f(inner.as_mut()?);
@@ -1074,6 +1091,9 @@ impl Sock {
     /// `None` if the connection is not upgraded. The thread is not cancelled meanwhile, because that would leave the stream in an
     /// intermediate state.
     pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, Pending)> {
+        if self.is_lost() {
+            return None;
+        }
         let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         let stream = inner.as_mut()?;
@@ -1197,7 +1217,7 @@ impl Sock {
 
     /// Returns the events to request from the carrier, if the connection is upgraded.
     pub fn carrier(&self, wanted: u32) -> Option<Carrier> {
-        if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) {
+        if self.mode() != Mode::Up || self.is_lost() {
             return None;
         }
         let inner = lock(&self.inner);
@@ -1208,7 +1228,7 @@ impl Sock {
 
     /// Records that the connection was added to a set by the descriptor `fd`.
     pub fn joined(&self, set: &'static Set, fd: c_int) {
-        if self.lost.load(Ordering::Relaxed) {
+        if self.is_lost() {
             return;
         }
         let before = self.member.swap(fd, Ordering::AcqRel);
@@ -1224,7 +1244,7 @@ impl Sock {
 
     /// Records that the connection was removed from a set.
     pub fn left(&self, set: &Set) {
-        if self.lost.load(Ordering::Relaxed) {
+        if self.is_lost() {
             return;
         }
         let mut sets = lock(&self.sets);
@@ -1237,7 +1257,7 @@ impl Sock {
     /// Called when the program closes the descriptor `fd`, after it was removed from the table and before the kernel closes it.
     pub fn closing(&'static self, fd: c_int) {
         let _stays = sys::NotCancelled::begin();
-        if self.lost.load(Ordering::Relaxed) {
+        if self.is_lost() {
             // A thread that does not exist in this process holds the locks of this object, so the object is not reused.
             if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 && self.becomes(Mode::Plain) {
                 LIVE.fetch_sub(1, Ordering::Relaxed);
@@ -1284,7 +1304,7 @@ impl Sock {
     /// Sends the pending bytes before the process exits, and waits until the peer's kernel has acknowledged them. Otherwise the
     /// kernel could discard them: it resets a connection that is closed with unread bytes, such as a Limit message of the peer.
     pub fn finish(&'static self, fd: c_int, until: Instant) {
-        if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) || !self.is_used_here() {
+        if self.mode() != Mode::Up || self.is_lost() || !self.is_used_here() {
             return;
         }
         let early = Instant::now() + Duration::from_millis(limits::EARLY);
