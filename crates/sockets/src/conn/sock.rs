@@ -1279,9 +1279,14 @@ impl Sock {
                 set.forget(fd);
             }
             if self.mode() == Mode::Up && self.is_used_here() {
-                let taken = lock(&self.inner).take();
+                let mut taken = lock(&self.inner).take();
+                let may_pull = !self.is_received_elsewhere();
+                if !may_pull && let Some(stream) = &mut taken {
+                    // The other thread's call fails. It could not be woken later, because the worker may take the bytes that arrive.
+                    stream.deafen(fd);
+                }
                 if let Some(mut stream) = taken
-                    && stream.close(fd, !self.is_received_elsewhere())
+                    && stream.close(fd, may_pull)
                 {
                     for set in sets {
                         set.withdraw(fd);
