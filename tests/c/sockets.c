@@ -2168,7 +2168,7 @@ enum { CLOSES_SET, CLOSES_STREAM, CLOSES_ALL, CLOSES_LISTENER };
 struct loop {
 	int set, streams;
 	struct pair pair[4];
-	volatile bool ends[2];
+	_Atomic bool ends[2];
 };
 
 /* Echoes what the streams of the set receive. */
@@ -2622,7 +2622,6 @@ static const char *prints(size_t arg)
 	free(line);
 	ENSURE(n == 10000, "dprintf: %d", n);
 	TRY(take_all(p.b, 10000));
-	ENSURE(dprintf(-1, "x") < 0 && errno == EBADF, "dprintf: %s", strerror(errno));
 	return NULL;
 }
 

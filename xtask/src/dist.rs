@@ -206,9 +206,10 @@ pub fn exports_of_sockets() -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(sh::root().join("crates/sockets/src/hooks"))? {
         let text = fs::read_to_string(entry?.path())?;
-        for rest in text.split("extern \"C-unwind\" fn ").skip(1) {
-            let name = rest.split('(').next().unwrap_or_default();
-            names.push(format!("{name};"));
+        for rest in text.split("#[unsafe(no_mangle)]").skip(1) {
+            let function = rest.split("extern \"C-unwind\" fn ").nth(1);
+            let name = function.and_then(|f| f.split('(').next());
+            names.push(format!("{};", name.unwrap_or_default()));
         }
     }
     if names.is_empty() {

@@ -7,7 +7,6 @@
 //! | file | what |
 //! | --- | --- |
 //! | `hooks/` | the functions that programs call in place of the C library's |
-//! | `cookie.rs` | streams of the C library on upgraded connections |
 //! | `conn/set.rs` | epoll sets with upgraded streams in them |
 //! | `conn/sock.rs` | a connection: whether it is upgraded, its owner process, the threads that wait for it |
 //! | `stream.rs` | an upgraded stream, with non-blocking operations |
@@ -22,8 +21,6 @@
 //! | `remote.rs`, `conn/answers.rs` | the same for connections between hosts: queries, and the thread that answers them |
 
 pub mod conn;
-#[cfg(not(fuzzing))]
-mod cookie;
 pub mod directory;
 #[cfg(any(test, fuzzing))]
 pub mod fuzz;

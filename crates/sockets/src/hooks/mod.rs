@@ -6,6 +6,7 @@
 
 mod batch;
 mod buffers;
+mod cookie;
 pub mod data;
 mod dgram;
 pub mod life;

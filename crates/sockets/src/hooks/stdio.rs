@@ -1,11 +1,11 @@
 //! The hooks of the C library's streams: `fdopen`, `dprintf` and their variants. The C library's own functions make system calls
 //! directly, and would so read and write the bytes of the wire.
 
+use super::cookie;
 use super::life::pin;
 use crate::conn::show;
 use crate::conn::sock::Mode;
 use crate::conn::table::{self, Entry};
-use crate::cookie;
 use crate::real;
 use libc::{c_char, c_int, c_void};
 use sockets_base::stat::Why;

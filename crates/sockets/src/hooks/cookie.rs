@@ -1,8 +1,8 @@
 //! Streams of the C library (`FILE`) that call this library's `read` and `write`.
 
-use crate::hooks::data::{read, write};
-use crate::hooks::fail;
-use crate::hooks::life::close;
+use super::data::{read, write};
+use super::fail;
+use super::life::close;
 use libc::{c_char, c_int, c_void, size_t, ssize_t};
 use std::ffi::CStr;
 use std::ptr::{null_mut, without_provenance_mut};
@@ -57,7 +57,7 @@ unsafe extern "C-unwind" fn cookie_close(fd: *mut c_void) -> c_int {
 ///
 /// # Safety
 /// `from` points to `n` bytes.
-pub(crate) unsafe fn write_all(fd: c_int, from: *const c_char, n: size_t) -> size_t {
+pub(super) unsafe fn write_all(fd: c_int, from: *const c_char, n: size_t) -> size_t {
     let mut done = 0;
     while done < n {
         // SAFETY: upheld by the caller.
@@ -71,7 +71,7 @@ pub(crate) unsafe fn write_all(fd: c_int, from: *const c_char, n: size_t) -> siz
 }
 
 /// Opens a stream for `fd`. `mode` is that of `fdopen(3)`.
-pub(crate) fn open(fd: c_int, mode: &CStr) -> *mut c_void {
+pub(super) fn open(fd: c_int, mode: &CStr) -> *mut c_void {
     let mode = mode.to_bytes();
     let both = mode.contains(&b'+');
     let mode = match mode.first() {
