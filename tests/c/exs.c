@@ -654,6 +654,36 @@ static const char *endings(size_t arg)
 	return finish();
 }
 
+/* Cancelled calls are reported in the order of the calls, or at once if the program asks for it. */
+static const char *cancelled_in_turn(size_t at_once)
+{
+	exs_event_t e;
+
+	TRY(connected(SOCK_SEQPACKET, 0));
+	for (int i = 0; i < 2; i++)
+		ENSURE(!exs_fcntl(ends[i], SO_ASYNC_RECV_ORDERED, at_once ? 0 : 1), "fcntl: %s", strerror(errno));
+	/* The send with an offset waits for a persistent receive. */
+	ENSURE(RECV(100, 0, 1) == 0 && RECV(100, 0, 2) == 0 && SEND(100, 0, 3) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 1, 0));
+	TRY(event(&e, EXS_EVT_SEND, 3, 0));
+	ENSURE(RECV(100, 0, 4) == 0 && exs_send_offset(ends[0], block[0], 8, 0, queue, 5, handle[0], 8) == 0 && SEND(8, 0, 6) == 0, "%s",
+	       strerror(errno));
+	ENSURE(!exs_cancel(ends[1], EXS_CAF_AHANDLE, 4) && !exs_cancel(ends[0], EXS_CAF_AHANDLE, 6), "%s", strerror(errno));
+	if (at_once) {
+		TRY(event(&e, EXS_EVT_RECV, 4, ECANCELED));
+		TRY(event(&e, EXS_EVT_SEND, 6, ECANCELED));
+	}
+	TRY(no_event());
+	ENSURE(!exs_cancel(ends[1], EXS_CAF_AHANDLE, 2) && !exs_cancel(ends[0], EXS_CAF_AHANDLE, 5), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 2, ECANCELED));
+	TRY(event(&e, EXS_EVT_SEND, 5, ECANCELED));
+	if (!at_once) {
+		TRY(event(&e, EXS_EVT_RECV, 4, ECANCELED));
+		TRY(event(&e, EXS_EVT_SEND, 6, ECANCELED));
+	}
+	return finish();
+}
+
 /* Calls that exceed their time limit end with an event, and do not consume data that arrives later. */
 static const char *timeouts(size_t arg)
 {
@@ -802,6 +832,23 @@ static const char *read_after_the_end(size_t arg)
 	ENSURE(RECV(500, EXS_PERSISTENT, 6) < 0 && errno == ECONNRESET,
 	       "a persistent receive after the end does not fail with ECONNRESET");
 	TRY(no_event());
+	return finish();
+}
+
+/* After the end of a stream, whose end was reported to a persistent receive too, receives return 0 bytes. */
+static const char *read_after_a_persistent_receive(size_t arg)
+{
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_STREAM, 0));
+	ENSURE(RECV(100, EXS_PERSISTENT, 1) == 0 && exs_shutdown(ends[0], EXS_SHUT_WR, queue, 2) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SHUTDOWN, 2, 0));
+	ENSURE(close_now((void *)(intptr_t)ends[0]) == 0, "close");
+	TRY(event(&e, EXS_EVT_RECV, 1, ECONNRESET));
+	ENSURE(RECV(100, 0, 3) == 0, "recv: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 3, 0));
+	ENSURE(LENGTH(e) == 0, "%zu bytes", LENGTH(e));
 	return finish();
 }
 
@@ -1415,11 +1462,14 @@ static const struct test tests[] = {
 	{ "closes_with_a_receive", closes_with_a_receive, 0, 0, false },
 	{ "closes_with_a_persistent_receive", closes_with_a_receive, 1, 0, false },
 	{ "endings", endings, 0, 0, false },
+	{ "cancelled_in_turn", cancelled_in_turn, 0, 0, false },
+	{ "cancelled_at_once", cancelled_in_turn, 1, 0, false },
 	{ "timeouts", timeouts, 0, 0, false },
 	{ "connect_timeout", connect_timeout, 0, 0, false },
 	{ "close_with_event", close_with_event, 1, 0, false },
 	{ "close_without_answer", close_with_event, 0, 0, false },
 	{ "read_after_the_end", read_after_the_end, 0, 0, false },
+	{ "read_after_a_persistent_receive", read_after_a_persistent_receive, 0, 0, false },
 	{ "polls", polls, 0, 0, false },
 	{ "file_in_parts", file_in_parts, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },

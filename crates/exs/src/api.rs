@@ -993,9 +993,8 @@ pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -
                 }
             }
             ASYNC_RECV_ORDERED => {
-                // The events of one direction are always in order, so the option has no effect.
                 within(0..=1)?;
-                &|_| {}
+                &|s| s.ordered = value == 1
             }
             F_GETCREDITS..=F_GETLINGER => &|_| {},
             _ => return Err(libc::EINVAL),

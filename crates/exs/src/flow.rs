@@ -174,7 +174,11 @@ pub(crate) struct Flow {
     /// The longest immediate data that the peer accepts.
     immediate: u64,
     next_seq: u32,
+    /// Whether cancelled operations are reported in the order of the calls, as all others are.
+    ordered: bool,
     sends: VecDeque<Send>,
+    /// The operations in `sends` that are cancelled and wait for the report of earlier ones.
+    cancelled: Vec<OpId>,
     sent: VecDeque<Sent>,
     /// Cancels and notifications that wait for a credit of [`CONTROLS`].
     waiting_controls: VecDeque<(ControlKind, u32, u64)>,
@@ -235,7 +239,9 @@ impl Flow {
             controls: CONTROLS,
             immediate: u64::from(theirs.immediate.min(ours.immediate)),
             next_seq: 1,
+            ordered: true,
             sends: VecDeque::new(),
+            cancelled: Vec::new(),
             sent: VecDeque::new(),
             waiting_controls: VecDeque::new(),
             fin: None,
@@ -370,16 +376,38 @@ impl Flow {
         self.progress(out);
     }
 
+    /// Sets whether cancelled operations are reported in the order of the calls, or at once.
+    pub(crate) fn set_ordered(&mut self, ordered: bool) {
+        self.ordered = ordered;
+    }
+
+    /// Forgets the receives, which the end of the connection has ended. Later ones get the buffered data and the end of the stream.
+    pub(crate) fn end_receives(&mut self) {
+        self.recvs.clear();
+        self.standing = None;
+        self.standing_ends.clear();
+    }
+
     /// Requests the end of an operation. The operation is reported in any case, and may still succeed.
     pub(crate) fn cancel(&mut self, op: OpId, out: &mut Vec<Action>) {
         if let Some(at) = self.sends.iter().position(|s| s.id == op) {
-            self.sends.remove(at);
-            out.push(complete(op, Outcome::Cancelled, 0));
+            // Persistent sends have no place in the order.
+            let in_order = self.ordered && self.sends.get(at).is_some_and(|s| !s.persistent);
+            if !in_order {
+                self.sends.remove(at);
+                self.cancelled.retain(|c| *c != op);
+                out.push(complete(op, Outcome::Cancelled, 0));
+            } else if !self.cancelled.contains(&op) {
+                self.cancelled.push(op);
+                self.report_cancelled(out);
+            }
         } else if let Some(at) = self.recvs.iter().position(|w| w.recv.id == op) {
             let moving = self.moves.iter().any(|m| m.recv == op);
             if let Some(waiting) = self.recvs.get_mut(at).filter(|w| w.ended.is_none()) {
                 waiting.cancelled = true;
-                if !moving {
+                if !moving && self.ordered {
+                    waiting.ended = Some(Outcome::Cancelled);
+                } else if !moving {
                     out.push(complete(op, Outcome::Cancelled, waiting.got));
                     self.recvs.remove(at);
                 }
@@ -607,7 +635,7 @@ impl Flow {
             Status::Cancelled => Outcome::Cancelled,
             Status::Refused => Outcome::BothPersistent,
         };
-        let in_order = sent.kind == Kind::Once && outcome != Outcome::Cancelled
+        let in_order = sent.kind == Kind::Once && (self.ordered || outcome != Outcome::Cancelled)
             || matches!(sent.kind, Kind::Persistent { .. }) && status == Status::Refused;
         if in_order && earlier {
             sent.answer = Some((outcome, len));
@@ -642,6 +670,35 @@ impl Flow {
         {
             out.extend(op.map(|op| complete(op, outcome, len)));
             self.sent.remove(at);
+        }
+    }
+
+    /// Reports the cancelled sends that no other send precedes. If sends precede one whose answers are outstanding, it is reported after
+    /// these answers.
+    fn report_cancelled(&mut self, out: &mut Vec<Action>) {
+        while !self.cancelled.is_empty() {
+            let first = self.sends.iter().position(|s| !s.persistent);
+            let Some((at, id)) = first.and_then(|at| Some((at, self.sends.get(at)?.id))) else {
+                return;
+            };
+            let of = self.cancelled.iter().position(|c| *c == id);
+            let Some(of) = of.filter(|_| self.writes.is_empty()) else {
+                return;
+            };
+            self.cancelled.swap_remove(of);
+            self.sends.remove(at);
+            if self.sent.iter().any(|s| s.kind == Kind::Once) {
+                // No message has the number 0, so no answer of the peer refers to this entry.
+                self.sent.push_back(Sent {
+                    seq: 0,
+                    op: Some(id),
+                    len: 0,
+                    kind: Kind::Once,
+                    answer: Some((Outcome::Cancelled, 0)),
+                });
+            } else {
+                out.push(complete(id, Outcome::Cancelled, 0));
+            }
         }
     }
 
@@ -750,13 +807,18 @@ impl Flow {
             // beginning of the memory of this receive.
             let (id, len) = (recv.id, total(&recv.segments));
             if self.buffer.asked > self.buffer.taken {
+                let left = self.buffer.landed - self.buffer.taken;
+                self.buffer.taken += overwritten(left, len);
                 return self.take_buffered(id, 0, len, out) > 0;
             }
-            let any = !self.adverts.is_empty();
-            if any {
-                self.take_advert(id, 0, len, false, out);
+            let Some(advert) = self.adverts.front_mut() else {
+                return false;
+            };
+            if self.stream {
+                advert.taken += overwritten(advert.len - advert.taken, len);
             }
-            return any;
+            self.take_advert(id, 0, len, false, out);
+            return true;
         }
         let more = |w: &Waiting, stream: bool, moving: bool| {
             if w.cancelled || w.ended.is_some() {
@@ -1034,7 +1096,14 @@ impl Flow {
             self.flush(out);
             out.push(Action::Message(Message::Place { seq, segment }, None));
         }
-        while let Some(send) = self.sends.front() {
+        loop {
+            self.report_cancelled(out);
+            let Some(send) = self.sends.front() else {
+                return;
+            };
+            if self.cancelled.contains(&send.id) {
+                return;
+            }
             let len = total(&send.segments);
             // Sends are reported in the order in which they began.
             let answered = !self.sent.iter().any(|s| s.kind == Kind::Once);
@@ -1165,6 +1234,14 @@ fn ack(seq: u32, len: u64, status: Status) -> Action {
 
 fn complete(op: OpId, outcome: Outcome, len: u64) -> Action {
     Action::Complete { op, outcome, len }
+}
+
+/// Returns how many of `left` bytes need not be moved to a persistent receive of `room` bytes, because later ones overwrite them. Each
+/// part is placed at the beginning of the memory, so the last two parts determine its contents. Without this limit, the peer could cause
+/// a read for each byte that it advertises.
+fn overwritten(left: u64, room: u64) -> u64 {
+    let parts = left.div_ceil(room.max(1));
+    parts.saturating_sub(2) * room
 }
 
 pub(crate) fn total(segments: &[Segment]) -> u64 {
@@ -1614,6 +1691,103 @@ mod tests {
         flow.arrived(advert(2), 0, &mut out).unwrap();
         let next = |a: &Action| matches!(a, Action::Read { to: 6, at: 0, .. });
         assert!(out.iter().any(next), "{out:?}");
+    }
+
+    #[test]
+    fn cancelled_operations_are_reported_in_turn() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        (5..8).for_each(|id| flow.recv(recv(id), &mut out));
+        flow.cancel(6, &mut out);
+        assert_eq!(out, [], "an earlier receive waits");
+        flow.cancel(6, &mut out);
+        flow.arrived(advert(1), 0, &mut out).unwrap();
+        flow.moved(0, &mut out);
+        let expected = [
+            complete(5, Outcome::Done, 100),
+            complete(6, Outcome::Cancelled, 0),
+        ];
+        assert_eq!(completions(&out), expected);
+        out.clear();
+        // Sends 11 to 14 have messages. Sends 15 and 16 wait for credits.
+        (11..17).for_each(|id| flow.send(send(id, false), &mut out));
+        out.clear();
+        flow.cancel(15, &mut out);
+        assert_eq!(out, [], "the earlier sends are not answered");
+        for seq in 1..=4 {
+            flow.arrived(answer(seq, 100, Status::Done), 0, &mut out)
+                .unwrap();
+        }
+        let done = completions(&out);
+        let expected = [
+            complete(14, Outcome::Done, 100),
+            complete(15, Outcome::Cancelled, 0),
+        ];
+        assert_eq!(done.get(3..), Some(&expected[..]), "{done:?}");
+        out.clear();
+        flow.cancel(16, &mut out);
+        flow.arrived(answer(5, 0, Status::Cancelled), 0, &mut out)
+            .unwrap();
+        assert_eq!(completions(&out), [complete(16, Outcome::Cancelled, 0)]);
+    }
+
+    #[test]
+    fn cancelled_operations_are_reported_at_once_if_the_program_asks_for_it() {
+        let mut flow = flow();
+        flow.set_ordered(false);
+        let mut out = Vec::new();
+        (5..8).for_each(|id| flow.recv(recv(id), &mut out));
+        (8..11).for_each(|id| flow.send(send(id, false), &mut out));
+        out.clear();
+        flow.cancel(6, &mut out);
+        flow.cancel(10, &mut out);
+        let expected = [6, 10].map(|id| complete(id, Outcome::Cancelled, 0));
+        assert_eq!(out, expected);
+        out.clear();
+        flow.arrived(answer(2, 0, Status::Cancelled), 0, &mut out)
+            .unwrap();
+        assert_eq!(completions(&out), [complete(9, Outcome::Cancelled, 0)]);
+    }
+
+    #[test]
+    fn a_receive_after_the_end_follows_no_persistent_one() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        let standing = Recv {
+            persistent: true,
+            ..recv(5)
+        };
+        flow.recv(standing, &mut out);
+        flow.arrived(Message::Fin { seq: 1 }, 0, &mut out).unwrap();
+        flow.end_receives();
+        out.clear();
+        flow.recv(recv(6), &mut out);
+        assert_eq!(out, [complete(6, Outcome::Done, 0)]);
+    }
+
+    #[test]
+    fn a_short_persistent_receive_needs_few_reads_for_a_long_advertisement() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        let standing = Recv {
+            segments: memory(8),
+            persistent: true,
+            ..recv(5)
+        };
+        flow.recv(standing, &mut out);
+        flow.arrived(advert(1), 0, &mut out).unwrap();
+        let reads: Vec<_> = out
+            .iter()
+            .filter_map(|a| match a {
+                Action::Read { at, from, .. } => Some((*at, from.first()?.addr, total(from))),
+                _ => None,
+            })
+            .collect();
+        // The memory has the same contents as after 13 reads of up to 8 bytes each: bytes 96 to 99, and then 92 to 95.
+        assert_eq!(reads, [(0, 0x1000 + 88, 8), (0, 0x1000 + 96, 4)]);
+        out.clear();
+        (0..2).for_each(|number| flow.moved(number, &mut out));
+        assert!(out.contains(&ack(1, 100, Status::Done)), "{out:?}");
     }
 
     #[test]

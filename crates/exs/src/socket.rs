@@ -70,6 +70,8 @@ pub(crate) struct Settings {
     pub(crate) connect_timeout: Duration,
     /// The time that a close waits until the peer has answered all messages.
     pub(crate) linger: Duration,
+    /// Whether cancelled operations are reported in the order of the calls, as all others are.
+    pub(crate) ordered: bool,
 }
 
 /// A time limit for operations of one direction.
@@ -106,6 +108,7 @@ impl Settings {
         },
         connect_timeout: Duration::from_secs(20),
         linger: Duration::from_secs(10),
+        ordered: true,
     };
 }
 
@@ -954,6 +957,9 @@ impl Socket {
         inner.connect = None;
         inner.establish_by = None;
         inner.accepts.clear();
+        if let Some(flow) = &mut inner.flow {
+            flow.end_receives();
+        }
         if self.gone.load(SeqCst) {
             end_polls(inner, self.fd);
         } else {
@@ -1393,6 +1399,7 @@ impl Inner {
             socket.end(self, libc::ECANCELED);
         } else if let Some(flow) = &mut self.flow {
             let mut actions = Vec::new();
+            flow.set_ordered(self.settings.ordered);
             flow.cancel(id, &mut actions);
             socket.perform(self, actions);
         }
