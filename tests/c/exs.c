@@ -918,6 +918,37 @@ static const char *polls(size_t arg)
 	return finish();
 }
 
+/* Polls that start before the socket is ready: during a connect, and while a send waits, which is cancelled. */
+static const char *polls_before_ready(size_t arg)
+{
+	exs_pollfd_t polled = { .events = EXS_POLLOUT };
+	struct sockaddr_in addr;
+	exs_event_t e;
+	int fd, client, accepted;
+
+	(void)arg;
+	TRY(begin());
+	TRY(listener(SOCK_SEQPACKET, 0, &fd, &addr));
+	polled.fd = client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(!exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 1), "%s", strerror(errno));
+	ENSURE(!exs_poll(&polled, 1, 0, queue, 2) && !exs_accept(fd, NULL, 0, queue, 3), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_ACCEPT, 3, 0));
+	accepted = e.exs_evt_union.exs_evt_accept.exs_evt_newfd;
+	keep(close_fd, (void *)(intptr_t)accepted, "socket");
+	TRY(event(&e, EXS_EVT_CONNECT, 1, 0));
+	TRY(event(&e, EXS_EVT_POLL, 2, 0));
+	ENSURE(polled.revents == EXS_POLLOUT, "polled %d", polled.revents);
+	/* The send with an offset waits for a persistent receive. */
+	ENSURE(!exs_send_offset(client, "text", 4, 0, queue, 4, EXS_MHANDLE_UNREGISTERED, 8) && !exs_poll(&polled, 1, 0, queue, 5), "%s",
+	       strerror(errno));
+	TRY(no_event());
+	ENSURE(!exs_cancel(client, EXS_CAF_AHANDLE, 4), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 4, ECANCELED));
+	TRY(event(&e, EXS_EVT_POLL, 5, 0));
+	return NULL;
+}
+
 /* A file in several parts with memory between them. The parts are short (read) or long (mapped). */
 static const char *file_in_parts(size_t arg)
 {
@@ -1471,6 +1502,7 @@ static const struct test tests[] = {
 	{ "read_after_the_end", read_after_the_end, 0, 0, false },
 	{ "read_after_a_persistent_receive", read_after_a_persistent_receive, 0, 0, false },
 	{ "polls", polls, 0, 0, false },
+	{ "polls_before_ready", polls_before_ready, 0, 0, false },
 	{ "file_in_parts", file_in_parts, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },
 	{ "refused_connections", refused_connections, 0, 0, false },

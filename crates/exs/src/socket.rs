@@ -864,7 +864,6 @@ impl Socket {
             }
         }
         if count > 0 {
-            self.answer_polls(inner);
             self.check_drained(inner);
         }
         count
@@ -882,6 +881,7 @@ impl Socket {
         }
         actions.clear();
         inner.actions = actions;
+        self.answer_polls(inner);
     }
 
     fn complete(&self, inner: &mut Inner, id: OpId, outcome: Outcome, len: u64) {
@@ -1142,6 +1142,7 @@ impl Socket {
             };
             accept_event(&op, listener, self.fd, 0, length);
         }
+        self.answer_polls(inner);
         self.drain(inner);
         Ok(())
     }
