@@ -1280,6 +1280,42 @@ static const char *queues(size_t arg)
 	return finish();
 }
 
+static exs_qhandle_t taken_from;
+static volatile sig_atomic_t taken;
+
+static void take_events(int number)
+{
+	struct timeval now = { 0, 0 };
+	exs_event_t e[4];
+
+	(void)number;
+	taken += exs_qdequeue(taken_from, e, 4, &now);
+}
+
+/*
+ * The signal of a queue is raised when the call that adds the event has released its locks, so a handler that does not interrupt
+ * the library can dequeue the event.
+ */
+static const char *handler_takes_the_event(size_t arg)
+{
+	exs_signal_t on = { .exs_signo = SIGUSR1, .exs_mode = EXS_SIG_ENABLE };
+	struct sigaction take = { .sa_handler = take_events }, was;
+	int result;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	taken = 0;
+	taken_from = exs_qcreate(4);
+	ENSURE(taken_from != EXS_QHANDLE_INVALID && !exs_qmodify(taken_from, EXS_QATTR_SIGNAL, &on, sizeof on), "%s", strerror(errno));
+	ENSURE(exs_recv(ends[1], block[1], 100, 0, taken_from, 1, handle[1]) == 0, "%s", strerror(errno));
+	sigaction(SIGUSR1, &take, &was);
+	result = exs_cancel(ends[1], EXS_CAF_FILDES, 0);
+	sigaction(SIGUSR1, &was, NULL);
+	ENSURE(result == 0 && taken == 1, "%d, %d events were taken", result, (int)taken);
+	ENSURE(exs_qdelete(taken_from) == 0, "%s", strerror(errno));
+	return finish();
+}
+
 #define WAKES 101
 
 /* When each event arrived at the thread's queue. */
@@ -1508,6 +1544,7 @@ static const struct test tests[] = {
 	{ "refused_connections", refused_connections, 0, 0, false },
 	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
+	{ "handler_takes_the_event", handler_takes_the_event, 0, 0, false },
 	{ "sleeper_is_woken", sleeper_is_woken, 0, 0, false },
 	{ "ended_by_another_thread", ended_by_another_thread, 0, 0, false },
 	{ "fork_is_refused", fork_is_refused, 0, 0, false },

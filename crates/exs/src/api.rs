@@ -4,7 +4,7 @@ use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
 use crate::memory::{self, Device, FileMap, Keys, Memory, Use, Used};
 use crate::op::{Keep, Op};
-use crate::queue::{Event, Queue, Wait};
+use crate::queue::{self, Event, Queue, Wait};
 use crate::socket::{self, PollCall, Settings, Socket, Timeout};
 use crate::wire::{MAX_LENGTH, MAX_SEGMENTS, Segment, Segments};
 use libc::{c_int, c_void, sockaddr, socklen_t};
@@ -116,7 +116,9 @@ pub(crate) struct Signal {
     mode: c_int,
 }
 
+/// Returns the answer of a C function. All of them end with this call, after they have released their locks.
 fn result(answer: Answer<c_int>) -> c_int {
+    queue::raise_signals();
     answer.unwrap_or_else(|errno| {
         // SAFETY: the C library returns the errno location of this thread.
         unsafe { *libc::__errno_location() = errno };

@@ -4,7 +4,7 @@ use crate::ffi;
 use crate::lock::lock;
 use crate::memory::{Device, Memory};
 use crate::op::Op;
-use crate::queue::Queue;
+use crate::queue::{self, Queue};
 use crate::socket::{Settings, Socket};
 use crate::wire::Hello;
 use anywarp_verbs_sys::ptr::Ptr;
@@ -579,21 +579,26 @@ impl Library {
                 )
             };
             self.events_of_cm();
+            queue::raise_signals();
             for device in devices {
                 self.events_of_device(&device);
+                queue::raise_signals();
             }
             self.expire();
+            queue::raise_signals();
             // This is done before sockets are closed below, because closing may take long.
             if tick.elapsed() >= TICK {
                 tick = Instant::now();
                 let hot = std::mem::take(&mut *lock(&self.hot));
                 let still: Vec<_> = hot.into_iter().filter(|s| s.is_still_polled()).collect();
                 lock(&self.hot).extend(still);
+                queue::raise_signals();
             }
             let failed = std::mem::take(&mut *lock(&self.failed));
             for fd in failed {
                 // This fails only if the program has closed the socket already.
                 let _ = self.remove(fd);
+                queue::raise_signals();
             }
         }
     }

@@ -4,6 +4,7 @@ use crate::lock::lock;
 use crate::socket::Socket;
 use libc::{c_int, c_void};
 use rustc_hash::FxHashMap;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{
     AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
@@ -39,6 +40,23 @@ const SHORT_WAIT: Duration = Duration::from_millis(1);
 /// How many sockets a waiting thread polls before it reads the clock again. A device may yield the processor in each poll, so a larger
 /// number would delay the end of the polling on a busy machine.
 const POLLS: usize = 8;
+
+thread_local! {
+    /// The signals of queues that this thread has to raise, one bit each.
+    static DUE: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Raises the signals of the queues to which this thread has added events. The caller holds no lock, because the kernel may run a handler of
+/// the program in this thread before the call returns.
+pub(crate) fn raise_signals() {
+    let mut due = DUE.replace(0);
+    while due != 0 {
+        let signal = due.trailing_zeros().cast_signed() + 1;
+        due &= due - 1;
+        // SAFETY: no memory is passed.
+        unsafe { libc::kill(libc::getpid(), signal) };
+    }
+}
 
 /// How threads wait in `exs_qdequeue`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -187,8 +205,7 @@ impl Queue {
                 make_readable(fd);
             }
             if let Some(signal) = state.signal {
-                // SAFETY: no memory is passed.
-                unsafe { libc::kill(libc::getpid(), signal) };
+                DUE.set(DUE.get() | 1 << (signal - 1));
             }
         }
         self.wake_waiting(state);
@@ -321,6 +338,7 @@ impl Queue {
             for member in members {
                 member.stop_polling();
             }
+            raise_signals();
             let timeout = until.map(|until| until.saturating_duration_since(now));
             self.lock().sleepers += 1;
             // If an event was added since `seen` was read, this returns at once.
@@ -359,6 +377,8 @@ impl Queue {
                     std::hint::spin_loop();
                 }
             }
+            // Events that were added to other queues.
+            raise_signals();
             let now = Instant::now();
             latest = Some(now);
             if now >= spin_until || until.is_some_and(|until| now >= until) {
