@@ -222,6 +222,27 @@ static const char *race(size_t arg)
 
 #define PEERS 4
 
+/* The process that is stopped. It only accepts connections. */
+static int accepting_peer(int count)
+{
+	struct sockaddr_in addr;
+	exs_event_t e;
+	int fd;
+	exs_qhandle_t q;
+
+	if (exs_init(EXS_VERSION) || (q = exs_qcreate(4096)) < 0 || listener(&fd, &addr))
+		return 1;
+	printf("%d\n", ntohs(addr.sin_port));
+	fflush(stdout);
+	for (int i = 0; i < count; i++)
+		if (exs_accept(fd, NULL, 0, q, i) || exs_qdequeue(q, &e, 1, NULL) != 1 || e.exs_evt_errno)
+			return 1;
+	printf("accepted\n");
+	fflush(stdout);
+	sleep(60);
+	return 0;
+}
+
 /* The process that is killed. It repeats calls on each of its sockets. */
 static int peer(const char *role, const char *port)
 {
@@ -381,9 +402,94 @@ static const char *killed(size_t arg)
 	return NULL;
 }
 
+#define STOPPED 20
+
+static pid_t stopped;
+
+static int kill_stopped(void *what)
+{
+	(void)what;
+	kill(stopped, SIGKILL);
+	return waitpid(stopped, NULL, 0) != stopped;
+}
+
+/* Connects sockets to a process that then does not run any more, as a peer whose host has failed. */
+static const char *with_stopped_peer(exs_qhandle_t q, int *open, int count)
+{
+	struct sockaddr_in addr = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	struct timeval wait = { 10, 0 };
+	char line[16] = "", counted[16];
+	exs_event_t e;
+	int pipes[2];
+
+	ENSURE(pipe(pipes) == 0, "pipe: %s", strerror(errno));
+	snprintf(counted, sizeof counted, "%d", count);
+	stopped = fork();
+	if (stopped == 0) {
+		dup2(pipes[1], STDOUT_FILENO);
+		execl("/proc/self/exe", "exs_many", "--peer", "accept", counted, (char *)NULL);
+		_exit(127);
+	}
+	ENSURE(stopped > 0, "fork: %s", strerror(errno));
+	keep(kill_stopped, NULL, "peer");
+	close(pipes[1]);
+	ENSURE(read(pipes[0], line, sizeof line - 1) > 0, "the peer does not start");
+	addr.sin_port = htons((uint16_t)atoi(line));
+	for (int i = 0; i < count; i++) {
+		open[i] = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+		ENSURE(open[i] >= 0 && !exs_connect(open[i], (struct sockaddr *)&addr, sizeof addr, 0, q, 0), "connect: %s", strerror(errno));
+		ENSURE(exs_qdequeue(q, &e, 1, &wait) == 1 && !e.exs_evt_errno, "connect");
+	}
+	ENSURE(read(pipes[0], line, sizeof line - 1) > 0, "the peer does not accept");
+	close(pipes[0]);
+	/* Until the connections use shared memory, in which messages wait for the peer. A TCP socket would take some. */
+	sleep_ms(300);
+	ENSURE(!kill(stopped, SIGSTOP), "kill: %s", strerror(errno));
+	return NULL;
+}
+
+/* Closes whose linger time ends do not delay the other sockets. */
+static const char *closes_to_a_stopped_peer(size_t arg)
+{
+	struct sockaddr_in addr;
+	struct timeval wait = { 10, 0 };
+	static char out[1000];
+	exs_event_t e;
+	exs_qhandle_t q, others;
+	int fd, client, open[STOPPED];
+
+	(void)arg;
+	ENSURE(exs_init(EXS_VERSION) == 0, "exs_init: %s", strerror(errno));
+	q = exs_qcreate(4096);
+	others = exs_qcreate(4);
+	TRY(listener(&fd, &addr));
+	TRY(with_stopped_peer(q, open, STOPPED));
+	for (int i = 0; i < STOPPED; i++) {
+		ENSURE(!exs_fcntl(open[i], EXS_F_SETLINGER, 50), "fcntl: %s", strerror(errno));
+		ENSURE(!exs_send(open[i], out, sizeof out, 0, q, 1, EXS_MHANDLE_UNREGISTERED), "send: %s", strerror(errno));
+		ENSURE(!exs_close_async(open[i], q, 2), "close: %s", strerror(errno));
+	}
+	sleep_ms(55);
+	uint64_t began = now_ms();
+	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	ENSURE(!exs_accept(fd, NULL, 0, others, 1), "accept: %s", strerror(errno));
+	ENSURE(!exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, others, 2), "connect: %s", strerror(errno));
+	for (int i = 0; i < 2; i++) {
+		ENSURE(exs_qdequeue(others, &e, 1, &wait) == 1 && !e.exs_evt_errno, "no connection");
+		if (e.exs_evt_type == EXS_EVT_ACCEPT)
+			ENSURE(exs_close(e.exs_evt_union.exs_evt_accept.exs_evt_newfd) == 0, "close: %s", strerror(errno));
+	}
+	ENSURE(now_ms() - began < 1000, "another socket waits %llu ms", (unsigned long long)(now_ms() - began));
+	for (int i = 0; i < 2 * STOPPED; i++)
+		ENSURE(exs_qdequeue(q, &e, 1, &wait) == 1 && e.exs_evt_errno, "%d events", i);
+	ENSURE(!exs_close(client) && !exs_close(fd) && !exs_qdelete(q) && !exs_qdelete(others), "close: %s", strerror(errno));
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "race", race, 0, 300, false },
 	{ "killed", killed, 0, 300, false },
+	{ "closes_to_a_stopped_peer", closes_to_a_stopped_peer, 0, 0, false },
 };
 
 int main(int argc, char **argv)
@@ -394,6 +500,8 @@ int main(int argc, char **argv)
 		unsigned int *value;
 	} numbers[] = { { "--sockets=", &sockets }, { "--threads=", &threads }, { "--calls=", &calls }, { "--kills=", &kills } };
 
+	if (argc >= 4 && !strcmp(argv[1], "--peer") && !strcmp(argv[2], "accept"))
+		return accepting_peer(atoi(argv[3]));
 	if (argc >= 3 && !strcmp(argv[1], "--peer"))
 		return peer(argv[2], argc > 3 ? argv[3] : "0");
 	for (int i = 1; i < argc; i++)

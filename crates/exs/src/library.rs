@@ -443,12 +443,13 @@ impl Library {
     /// Closes a socket of the program.
     pub(crate) fn close(&self, fd: c_int) -> Result<(), c_int> {
         self.socket(fd)?;
-        self.remove(fd)
+        self.remove(fd, true)
     }
 
-    fn remove(&self, fd: c_int) -> Result<(), c_int> {
+    /// Closes a socket. `wait`: until its last messages are sent.
+    fn remove(&self, fd: c_int, wait: bool) -> Result<(), c_int> {
         let socket = self.sockets.remove(fd, libc::EBADF, |_| Ok(()))?;
-        socket.close();
+        socket.close(wait);
         let queues: Vec<_> = self.queues.lock().values().cloned().collect();
         for queue in queues {
             queue.forget(fd);
@@ -597,7 +598,7 @@ impl Library {
             let failed = std::mem::take(&mut *lock(&self.failed));
             for fd in failed {
                 // This fails only if the program has closed the socket already.
-                let _ = self.remove(fd);
+                let _ = self.remove(fd, false);
                 queue::raise_signals();
             }
         }

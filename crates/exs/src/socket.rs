@@ -243,6 +243,8 @@ struct Inner {
     /// A close that waits until all messages are answered, and afterwards its result.
     closing: Option<Op>,
     closed: Option<(Op, c_int)>,
+    /// For a socket whose close waits only until its last answers are sent: the end of this wait.
+    send_by: Option<Instant>,
     /// An empty list of actions, whose allocation is used again.
     actions: Vec<Action>,
 }
@@ -338,6 +340,7 @@ impl Socket {
                 establish_by: None,
                 closing: None,
                 closed: None,
+                send_by: None,
                 actions: Vec::new(),
             }),
             device: OnceLock::new(),
@@ -531,11 +534,16 @@ impl Socket {
         if due(inner.closing.as_ref().and_then(|op| op.deadline)) {
             self.closed(&mut inner, libc::ETIMEDOUT);
         }
+        if due(inner.send_by) {
+            inner.send_by = None;
+            library::discard(self.fd);
+        }
         let deadlines = inner.ops.iter().filter(|op| !op.late);
         let first = deadlines
             .filter_map(|op| op.deadline)
             .chain(inner.establish_by)
             .chain(inner.closing.as_ref().and_then(|op| op.deadline))
+            .chain(inner.send_by)
             .min();
         self.set_alarm(&mut inner, first);
     }
@@ -664,23 +672,43 @@ impl Socket {
         Ok(())
     }
 
-    /// Records the result of the close. The library's thread closes the socket and reports it.
+    /// Records the result of the close. The library's thread closes the socket and reports it, after the last messages are sent if the
+    /// connection has not ended.
     fn closed(&self, inner: &mut Inner, errno: c_int) {
-        if let Some(op) = inner.closing.take() {
-            inner.closed = Some((op, errno));
-            library::discard(self.fd);
+        let Some(op) = inner.closing.take() else {
+            return;
+        };
+        inner.closed = Some((op, errno));
+        if errno == 0
+            && inner.state == State::Connected
+            && let Some(link) = &mut inner.link
+        {
+            link.signal_last();
+            if !link.sending.is_empty() {
+                inner.send_by = Some(Instant::now() + CLOSE_WAIT);
+                self.set_alarm(inner, inner.send_by);
+                return;
+            }
         }
+        library::discard(self.fd);
     }
 
+    /// Continues a close for which the connection has just become ready.
     fn check_drained(&self, inner: &mut Inner) {
         let drained = |flow: &Flow| flow.is_drained();
         if inner.closing.is_some() && inner.flow.as_ref().is_some_and(drained) {
             self.closed(inner, 0);
+        } else if inner.send_by.is_some()
+            && inner.link.as_ref().is_none_or(|l| l.sending.is_empty())
+        {
+            inner.send_by = None;
+            library::discard(self.fd);
         }
     }
 
-    /// Ends the connection, and reports every operation.
-    pub(crate) fn close(&self) {
+    /// Ends the connection, and reports every operation. A thread of the program waits until the last messages are sent. The library's
+    /// thread, which serves all sockets, never waits: [`Socket::closed`] has done so with an alarm where it is of use.
+    pub(crate) fn close(&self, wait: bool) {
         let until = Instant::now() + CLOSE_WAIT;
         let mut inner = self.lock();
         self.gone.store(true, SeqCst);
@@ -694,7 +722,8 @@ impl Socket {
         {
             link.signal_last();
         }
-        while inner.state == State::Connected
+        while wait
+            && inner.state == State::Connected
             && inner.link.as_ref().is_some_and(|l| !l.sending.is_empty())
             && Instant::now() < until
         {
@@ -974,6 +1003,9 @@ impl Socket {
         }
         let drained = inner.flow.as_ref().is_some_and(Flow::is_drained);
         self.closed(inner, if drained { 0 } else { errno });
+        if inner.send_by.take().is_some() {
+            library::discard(self.fd);
+        }
     }
 
     fn answer_polls(&self, inner: &mut Inner) {
