@@ -486,10 +486,38 @@ static const char *closes_to_a_stopped_peer(size_t arg)
 	return NULL;
 }
 
+/* Time limits end the calls also if the peer does not answer. */
+static const char *limits_with_a_stopped_peer(size_t arg)
+{
+	static char out[100000], in[100];
+	exs_event_t e;
+	exs_qhandle_t q;
+	int fd;
+
+	(void)arg;
+	ENSURE(exs_init(EXS_VERSION) == 0, "exs_init: %s", strerror(errno));
+	q = exs_qcreate(16);
+	TRY(with_stopped_peer(q, &fd, 1));
+	ENSURE(!exs_recv(fd, in, sizeof in, 0, q, 1, EXS_MHANDLE_UNREGISTERED), "recv: %s", strerror(errno));
+	ENSURE(!exs_fcntl(fd, SO_ASYNC_SEND_TIMEOUT, 50), "fcntl: %s", strerror(errno));
+	uint64_t began = now_ms();
+	ENSURE(!exs_send(fd, out, sizeof out, 0, q, 2, EXS_MHANDLE_UNREGISTERED), "send: %s", strerror(errno));
+	for (int i = 0; i < 2; i++) {
+		TRY(wait_for(q, &e));
+		ENSURE(e.exs_evt_errno == ETIMEDOUT, "call %ld: %s", (long)e.exs_evt_ahandle, strerror(e.exs_evt_errno));
+		ENSURE(e.exs_evt_type == (e.exs_evt_ahandle == 2 ? EXS_EVT_SENDTIMEOUT : EXS_EVT_RECV), "event %d", e.exs_evt_type);
+	}
+	ENSURE(now_ms() - began >= 1000 && now_ms() - began < 5000, "after %llu ms", (unsigned long long)(now_ms() - began));
+	ENSURE(exs_send(fd, out, 1, 0, q, 3, EXS_MHANDLE_UNREGISTERED) < 0 && errno == ECONNRESET, "a send after the end");
+	ENSURE(!exs_close(fd) && !exs_qdelete(q), "close: %s", strerror(errno));
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "race", race, 0, 300, false },
 	{ "killed", killed, 0, 300, false },
 	{ "closes_to_a_stopped_peer", closes_to_a_stopped_peer, 0, 0, false },
+	{ "limits_with_a_stopped_peer", limits_with_a_stopped_peer, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -143,6 +143,8 @@ struct Sent {
     kind: Kind,
     /// The answer of the peer, which is reported after the earlier sends.
     answer: Option<(Outcome, u64)>,
+    /// The number of the message whose end this one requests.
+    cancels: Option<u32>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -379,6 +381,34 @@ impl Flow {
     /// Sets whether cancelled operations are reported in the order of the calls, or at once.
     pub(crate) fn set_ordered(&mut self, ordered: bool) {
         self.ordered = ordered;
+    }
+
+    /// Returns whether the peer has to do something before a cancelled operation can be reported: answer the request to cancel it, or send
+    /// the data that is being read into its memory.
+    pub(crate) fn needs_peer(&self, op: OpId) -> bool {
+        if self.moves.iter().any(|m| m.recv == op) || self.writes.iter().any(|(w, _)| *w == op) {
+            return true;
+        }
+        let sent = self
+            .sent
+            .iter()
+            .find(|s| s.op == Some(op) && s.answer.is_none());
+        sent.is_some_and(|sent| {
+            let waits =
+                |(k, of, _): &(ControlKind, u32, u64)| *k == ControlKind::Cancel && *of == sent.seq;
+            self.waiting_controls.iter().any(waits)
+                || self.sent.iter().any(|s| s.cancels == Some(sent.seq))
+        })
+    }
+
+    /// Returns the most bytes that can be on their way to the peer or from it.
+    pub(crate) fn in_progress(&self) -> u64 {
+        let sends = self.sent.iter().filter(|s| s.kind != Kind::Place);
+        let sent = sends.map(|s| s.len);
+        let moves = self.moves.iter().map(|m| m.len);
+        sent.chain(moves)
+            .chain(self.writes.iter().map(|(_, len)| *len))
+            .sum()
     }
 
     /// Forgets the receives, which the end of the connection has ended. Later ones get the buffered data and the end of the stream.
@@ -695,6 +725,7 @@ impl Flow {
                     len: 0,
                     kind: Kind::Once,
                     answer: Some((Outcome::Cancelled, 0)),
+                    cancels: None,
                 });
             } else {
                 out.push(complete(id, Outcome::Cancelled, 0));
@@ -1088,6 +1119,7 @@ impl Flow {
                 len: u64::from(segment.len),
                 kind: Kind::Place,
                 answer: None,
+                cancels: None,
             });
             if let Some((_, sent)) = &mut self.standing {
                 *sent = Some(seq);
@@ -1158,6 +1190,7 @@ impl Flow {
                 len,
                 kind,
                 answer: None,
+                cancels: None,
             });
             if !send.persistent && len <= self.immediate && send.segments.len() == 1 {
                 let len = u32::try_from(len).unwrap_or(0);
@@ -1195,6 +1228,7 @@ impl Flow {
                 len: 0,
                 kind: Kind::Control,
                 answer: None,
+                cancels: (kind == ControlKind::Cancel).then_some(of),
             });
             if kind == ControlKind::Notify {
                 // The acknowledgement of an earlier send goes first, because the peer reports both as events of sends, in order.
@@ -1222,6 +1256,7 @@ impl Flow {
                 len: 0,
                 kind: Kind::Control,
                 answer: None,
+                cancels: None,
             });
             out.push(Action::Message(Message::Fin { seq }, None));
         }
@@ -1747,6 +1782,26 @@ mod tests {
         flow.arrived(answer(2, 0, Status::Cancelled), 0, &mut out)
             .unwrap();
         assert_eq!(completions(&out), [complete(9, Outcome::Cancelled, 0)]);
+    }
+
+    #[test]
+    fn a_cancelled_operation_needs_the_peer_until_the_request_is_answered() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        flow.send(send(5, false), &mut out);
+        assert!(!flow.needs_peer(5), "nothing was requested");
+        flow.cancel(5, &mut out);
+        assert!(flow.needs_peer(5));
+        // The peer reads the data already, so the request has no effect.
+        flow.arrived(answer(2, 0, Status::Done), 0, &mut out)
+            .unwrap();
+        assert!(!flow.needs_peer(5));
+        flow.recv(recv(6), &mut out);
+        flow.arrived(advert(1), 0, &mut out).unwrap();
+        flow.cancel(6, &mut out);
+        assert!(flow.needs_peer(6), "its memory is written to");
+        flow.moved(0, &mut out);
+        assert!(!flow.needs_peer(6));
     }
 
     #[test]

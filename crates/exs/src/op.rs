@@ -44,7 +44,7 @@ pub(crate) struct Op {
     pub(crate) keep: SmallVec<[Keep; 1]>,
     /// The memory of the program into which a pooled buffer is copied after the receive.
     pub(crate) bounce: Option<u64>,
-    /// The deadline, and whether it has passed.
+    /// The deadline, and whether it has passed. Then the deadline is the time until which the peer has to answer.
     pub(crate) deadline: Option<Instant>,
     pub(crate) late: bool,
 }

@@ -41,6 +41,11 @@ const MAX_OPS: usize = 4096;
 const CONNECT_MS: c_int = 5000;
 /// The time that a close waits until the last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
+/// The time after the limit of an operation within which the peer has to answer the request to cancel it. If it does not, it is taken for
+/// dead, and the connection ends.
+const SILENCE: Duration = Duration::from_secs(1);
+/// The number of bytes in progress for which the peer has another millisecond, because its answer may have to wait for them.
+const BYTES_PER_MS: u64 = 4 << 10;
 /// The pause between two checks whether the last messages are sent, during [`CLOSE_WAIT`].
 const CLOSE_PAUSE: Duration = Duration::from_micros(100);
 /// The number of send queue entries for RDMA Reads and Writes: 16 transfers from the peer with up to 15 pieces each, and 16
@@ -519,14 +524,21 @@ impl Socket {
         let due = |deadline: Option<Instant>| deadline.is_some_and(|d| d <= now);
         inner.alarm = None;
         self.drain(&mut inner);
+        let silent = inner.ops.numbers(|op| op.late && due(op.deadline));
         let late = inner.ops.numbers(|op| !op.late && due(op.deadline));
-        for id in &late {
+        let patience = now + inner.flow.as_ref().map_or(SILENCE, patience);
+        for id in late.iter().chain(&silent) {
             if let Some(op) = inner.ops.get_mut(*id) {
+                op.deadline = (!op.late).then_some(patience);
                 op.late = true;
             }
         }
         for id in late {
             inner.cancel(self, id);
+        }
+        let flow = inner.flow.as_ref();
+        if flow.is_some_and(|flow| silent.iter().any(|id| flow.needs_peer(*id))) {
+            self.end(&mut inner, libc::ETIMEDOUT);
         }
         if due(inner.establish_by) {
             self.end(&mut inner, libc::ETIMEDOUT);
@@ -538,9 +550,8 @@ impl Socket {
             inner.send_by = None;
             library::discard(self.fd);
         }
-        let deadlines = inner.ops.iter().filter(|op| !op.late);
+        let deadlines = inner.ops.iter().filter_map(|op| op.deadline);
         let first = deadlines
-            .filter_map(|op| op.deadline)
             .chain(inner.establish_by)
             .chain(inner.closing.as_ref().and_then(|op| op.deadline))
             .chain(inner.send_by)
@@ -945,7 +956,7 @@ impl Socket {
         }
         op.keep.clear();
         let mut event = self.event(id, &op, errno, len, flags);
-        if op.late && errno == libc::ECANCELED {
+        if op.late && matches!(errno, libc::ECANCELED | libc::ETIMEDOUT) {
             event.errno = libc::ETIMEDOUT;
             event.kind = match op.kind {
                 _ if op.is_send() => EVT_SENDTIMEOUT,
@@ -1185,6 +1196,11 @@ fn end_polls(inner: &mut Inner, fd: c_int) {
     for poll in std::mem::take(&mut inner.polls) {
         poll.call.fire(fd, poll.index, 0, libc::ECANCELED);
     }
+}
+
+/// Returns how long the peer may take to answer.
+fn patience(flow: &Flow) -> Duration {
+    SILENCE + Duration::from_millis(flow.in_progress() / BYTES_PER_MS)
 }
 
 fn accept_event(op: &Op, listener: c_int, new: c_int, errno: c_int, length: u32) {
