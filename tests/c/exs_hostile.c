@@ -74,6 +74,11 @@ static int close_fd(void *what)
 	return exs_close((int)(intptr_t)what);
 }
 
+static int close_raw(void *what)
+{
+	return close((int)(intptr_t)what);
+}
+
 static int close_peer(void *what)
 {
 	(void)what;
@@ -551,6 +556,46 @@ static const char *answers(size_t arg)
 	return NULL;
 }
 
+#define HALF_OPEN 80
+
+/*
+ * Peers that request a connection and do not confirm it: MPA requests without the ready-to-receive message (RFC 6581). They neither take an
+ * accept nor keep other peers out, and the accepts can be cancelled.
+ */
+static const char *half_open(size_t arg)
+{
+	static const unsigned char request[] = "MPA ID Req Frame\x50\x02\x00\x14\xc0\x01\xc0\x01";
+	unsigned char message[sizeof request - 1 + 16], data[16];
+	exs_event_t e;
+
+	(void)arg;
+	TRY(start());
+	ENSURE(!exs_accept(listener_fd, NULL, 0, queue, 0) && !exs_accept(listener_fd, NULL, 0, queue, 1), "accept: %s", strerror(errno));
+	memcpy(message, request, sizeof request - 1);
+	hello(message + sizeof request - 1);
+	for (int i = 0; i < HALF_OPEN; i++) {
+		int raw = socket(AF_INET, SOCK_STREAM, 0);
+
+		ENSURE(raw >= 0 && !connect(raw, (struct sockaddr *)&addr, sizeof addr), "connect: %s", strerror(errno));
+		keep(close_raw, (void *)(intptr_t)raw, "TCP socket");
+		ENSURE(send(raw, message, sizeof message, MSG_NOSIGNAL) == sizeof message, "send: %s", strerror(errno));
+	}
+	TRY(no_event(20));
+	uint64_t began = now_ms();
+	TRY(resolve());
+	hello(data);
+	ENSURE(!dial(data, sizeof data), "rdma_connect: %s", strerror(errno));
+	TRY(event(&e));
+	ENSURE(e.exs_evt_type == EXS_EVT_ACCEPT && !e.exs_evt_errno && e.exs_evt_ahandle == 0, "accept %ld: %s",
+	       (long)e.exs_evt_ahandle, strerror(e.exs_evt_errno));
+	keep(close_fd, (void *)(intptr_t)e.exs_evt_union.exs_evt_accept.exs_evt_newfd, "socket");
+	ENSURE(now_ms() - began < 1500, "the accept took %llu ms", (unsigned long long)(now_ms() - began));
+	ENSURE(!exs_cancel(listener_fd, EXS_CAF_FILDES, 0), "cancel: %s", strerror(errno));
+	TRY(event(&e));
+	ENSURE(e.exs_evt_ahandle == 1 && e.exs_evt_errno == ECANCELED, "%s", strerror(e.exs_evt_errno));
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "faults", all_faults, 0, 120, false },
 	{ "foreign_stag", foreign_memory, 0, 0, false },
@@ -562,6 +607,7 @@ static const struct test tests[] = {
 	{ "flood", flood, 0, 0, false },
 	{ "private_data", private_data, 0, 0, false },
 	{ "answers", answers, 0, 0, false },
+	{ "half_open", half_open, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -3,7 +3,6 @@
 use crate::ffi;
 use crate::lock::lock;
 use crate::memory::{Device, Memory};
-use crate::op::Op;
 use crate::queue::{self, Queue};
 use crate::socket::{Settings, Socket};
 use crate::wire::Hello;
@@ -45,6 +44,8 @@ pub(crate) struct Library {
     hot: Mutex<Vec<Arc<Socket>>>,
     /// Sockets that the program cannot close, because it never got the descriptor or has closed it. The library's thread closes them.
     failed: Mutex<Vec<c_int>>,
+    /// Listeners with changed connections.
+    unsettled: Mutex<Vec<c_int>>,
     /// The deadlines of sockets, earliest first.
     alarms: Mutex<BinaryHeap<Reverse<(Instant, c_int)>>>,
 }
@@ -273,6 +274,7 @@ pub(crate) fn init() -> Result<(), c_int> {
         cm: Mutex::default(),
         hot: Mutex::default(),
         failed: Mutex::default(),
+        unsettled: Mutex::default(),
         alarms: Mutex::default(),
     });
     Ok(())
@@ -300,22 +302,34 @@ pub(crate) fn device(context: *mut ffi::ibv_context) -> Result<Arc<Device>, c_in
     Ok(device)
 }
 
-/// Creates the socket that accepts a connection request.
-pub(crate) fn accept(
+/// Creates the socket for a connection request and answers the request. Only the library's thread calls this, because it reads the context
+/// of the id when it takes an event.
+pub(crate) fn admit(
     id: Ptr<ffi::rdma_cm_id>,
     theirs: Hello,
     stream: bool,
     settings: Settings,
     listener: c_int,
-    op: Op,
-) {
-    let Ok(library) = get() else { return };
+) -> Option<Arc<Socket>> {
+    let library = get().ok()?;
     let fd = library.number() + FIRST_FD;
     // SAFETY: the new socket owns the request; from now on the events of the request refer to this descriptor.
     unsafe { (*id.0).context = number_as_context(fd) };
     let socket = Arc::new(Socket::new(fd, stream, id.0, settings));
     library.sockets.insert(fd, Arc::clone(&socket));
-    socket.admit(theirs, listener, op);
+    socket.admit(theirs, listener);
+    Some(socket)
+}
+
+/// Makes the library's thread call [`Socket::settle`] of a listener.
+pub(crate) fn settle(listener: c_int) {
+    if let Ok(library) = get() {
+        let mut unsettled = lock(&library.unsettled);
+        if !unsettled.contains(&listener) {
+            unsettled.push(listener);
+            library.wake();
+        }
+    }
 }
 
 /// Records that a thread of the program polls for the events of a socket. The library's thread takes over when that polling stops.
@@ -586,6 +600,7 @@ impl Library {
                 queue::raise_signals();
             }
             self.expire();
+            self.settle_listeners();
             queue::raise_signals();
             // This is done before sockets are closed below, because closing may take long.
             if tick.elapsed() >= TICK {
@@ -672,6 +687,17 @@ impl Library {
                     }
                 }
                 Err(_) => {}
+            }
+            // An accept gets the connection before the next event, which may be its end.
+            self.settle_listeners();
+        }
+    }
+
+    fn settle_listeners(&self) {
+        let unsettled = std::mem::take(&mut *lock(&self.unsettled));
+        for fd in unsettled {
+            if let Ok(listener) = self.any_socket(fd) {
+                listener.settle();
             }
         }
     }

@@ -41,6 +41,11 @@ const MAX_OPS: usize = 4096;
 const CONNECT_MS: c_int = 5000;
 /// The time that a close waits until the last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
+/// The most connections of a listener that are being established at the same time.
+const HALF_OPEN: usize = 64;
+/// If there are as many, the time after which the oldest ends and the next request is answered. Peers that do not confirm their connections
+/// thus delay others by no more than this.
+const HALF_OPEN_TIME: Duration = Duration::from_millis(500);
 /// The time after the limit of an operation within which the peer has to answer the request to cancel it. If it does not, it is taken for
 /// dead, and the connection ends.
 const SILENCE: Duration = Duration::from_secs(1);
@@ -235,10 +240,14 @@ struct Inner {
     moves: FxHashMap<u64, usize>,
     writes: FxHashMap<OpId, usize>,
     connect: Option<OpId>,
-    /// For a socket that is being accepted: the listener, and the operation of the accept.
-    accept: Option<(c_int, Op)>,
+    /// The listener, until an accept of the program gets this socket.
+    listener: Option<c_int>,
+    /// For a listener: the accepts of the program, the requests that are not answered yet, the connections that are being established, with
+    /// the times of the answers, and those that are established and wait for an accept.
     accepts: VecDeque<OpId>,
     requests: VecDeque<(Ptr<ffi::rdma_cm_id>, Hello)>,
+    half_open: VecDeque<(Arc<Socket>, Instant)>,
+    established: VecDeque<Arc<Socket>>,
     backlog: usize,
     polls: Vec<Poll>,
     /// The earliest deadline that was passed to the library's thread.
@@ -336,9 +345,11 @@ impl Socket {
                 moves: FxHashMap::default(),
                 writes: FxHashMap::default(),
                 connect: None,
-                accept: None,
+                listener: None,
                 accepts: VecDeque::new(),
                 requests: VecDeque::new(),
+                half_open: VecDeque::new(),
+                established: VecDeque::new(),
                 backlog: 0,
                 polls: Vec::new(),
                 alarm: None,
@@ -459,6 +470,9 @@ impl Socket {
         let id = inner.add(op);
         inner.accepts.push_back(id);
         self.pair(&mut inner);
+        if !inner.requests.is_empty() {
+            library::settle(self.fd);
+        }
         Ok(())
     }
 
@@ -550,6 +564,7 @@ impl Socket {
             inner.send_by = None;
             library::discard(self.fd);
         }
+        self.settle_locked(&mut inner);
         let deadlines = inner.ops.iter().filter_map(|op| op.deadline);
         let first = deadlines
             .chain(inner.establish_by)
@@ -749,8 +764,14 @@ impl Socket {
         let id = std::mem::replace(&mut inner.id, Ptr(std::ptr::null_mut()));
         inner.link = None;
         let requests = std::mem::take(&mut inner.requests);
+        let half_open = std::mem::take(&mut inner.half_open);
+        let established = std::mem::take(&mut inner.established);
         let closed = inner.closed.take();
         drop(inner);
+        // No accept gets these connections any more.
+        for socket in half_open.into_iter().map(|(s, _)| s).chain(established) {
+            library::discard(socket.fd);
+        }
         // Threads of the program may keep the socket for some time (see `library::Recent`), but not its buffers.
         let pool = std::mem::replace(&mut *lock(&self.pool), Pool::None);
         drop(pool);
@@ -1008,9 +1029,8 @@ impl Socket {
         for id in inner.ops.numbers(|_| true) {
             self.report(inner, id, errno, 0, 0);
         }
-        if let Some((listener, op)) = inner.accept.take() {
-            accept_event(&op, listener, -1, libc::ECONNABORTED, 0);
-            library::discard(self.fd);
+        if let Some(listener) = inner.listener {
+            library::settle(listener);
         }
         let drained = inner.flow.as_ref().is_some_and(Flow::is_drained);
         self.closed(inner, if drained { 0 } else { errno });
@@ -1033,24 +1053,96 @@ impl Socket {
         });
     }
 
-    /// Matches queued connection requests with waiting accepts.
+    /// Gives established connections to waiting accepts.
     fn pair(&self, inner: &mut Inner) {
-        while let (Some(op), Some(_)) = (inner.accepts.front().copied(), inner.requests.front()) {
-            let Some((id, hello)) = inner.requests.pop_front() else {
-                return;
-            };
-            inner.accepts.pop_front();
-            let Some(op) = inner.ops.remove(op) else {
+        while let Some(id) = inner.accepts.front().copied()
+            && let Some(socket) = inner.established.pop_front()
+        {
+            let Some(op) = inner.ops.get(id) else {
+                inner.accepts.pop_front();
+                inner.established.push_front(socket);
                 continue;
             };
-            library::accept(id, hello, self.stream, inner.settings, self.fd, op);
+            if socket.give(op, self.fd) {
+                inner.accepts.pop_front();
+                inner.ops.remove(id);
+            } else {
+                library::discard(socket.fd);
+            }
         }
     }
 
-    /// Accepts a connection request. The socket was created for it.
-    pub(crate) fn admit(&self, theirs: Hello, listener: c_int, op: Op) {
+    /// Reports the socket to the program by the event of an accept. Returns `false` if the connection has ended.
+    fn give(&self, op: &Op, listener: c_int) -> bool {
         let mut inner = self.lock();
-        inner.accept = Some((listener, op));
+        if !inner.is_acceptable() || inner.id.0.is_null() {
+            return false;
+        }
+        inner.listener = None;
+        // SAFETY: the id is live until `close`; the program does not access the memory for the address until the event.
+        let length = unsafe {
+            let peer = &raw const (*inner.id.0).route.addr.dst.storage;
+            crate::api::give_address(op.user, peer)
+        };
+        accept_event(op, listener, self.fd, length);
+        true
+    }
+
+    /// Brings the connections of a listener forward: those that are established go to accepts, and waiting requests are answered. Only the
+    /// library's thread calls this.
+    pub(crate) fn settle(&self) {
+        self.settle_locked(&mut self.lock());
+    }
+
+    fn settle_locked(&self, inner: &mut Inner) {
+        if inner.state != State::Listening {
+            return;
+        }
+        for (socket, since) in std::mem::take(&mut inner.half_open) {
+            let (state, acceptable) = {
+                let half = socket.lock();
+                (half.state, half.is_acceptable())
+            };
+            if acceptable {
+                inner.established.push_back(socket);
+            } else if matches!(state, State::Ended(_)) {
+                library::discard(socket.fd);
+            } else {
+                inner.half_open.push_back((socket, since));
+            }
+        }
+        inner.established.retain(|socket| {
+            let keep = socket.lock().is_acceptable();
+            if !keep {
+                library::discard(socket.fd);
+            }
+            keep
+        });
+        self.pair(inner);
+        while !inner.requests.is_empty() && inner.has_room() {
+            let now = Instant::now();
+            if inner.half_open.len() >= HALF_OPEN {
+                let Some((_, since)) = inner.half_open.front() else {
+                    break;
+                };
+                let until = *since + HALF_OPEN_TIME;
+                if now < until {
+                    self.set_alarm(inner, Some(until));
+                    break;
+                }
+                inner.drop_half_open();
+            } else if let Some((id, hello)) = inner.requests.pop_front() {
+                let admitted = library::admit(id, hello, self.stream, inner.settings, self.fd);
+                inner.half_open.extend(admitted.map(|socket| (socket, now)));
+            }
+        }
+        self.answer_polls(inner);
+    }
+
+    /// Answers a connection request. The socket was created for it.
+    pub(crate) fn admit(&self, theirs: Hello, listener: c_int) {
+        let mut inner = self.lock();
+        inner.listener = Some(listener);
         inner.state = State::Accepting;
         let deadline = Some(Instant::now() + inner.settings.connect_timeout);
         inner.establish_by = deadline;
@@ -1122,10 +1214,17 @@ impl Socket {
         let good = hello
             .ok()
             .filter(|h| h.stream == self.stream && inner.state == State::Listening);
+        if good.is_some() && inner.requests.len() >= inner.backlog {
+            self.settle_locked(inner);
+        }
+        if good.is_some() && inner.requests.len() >= inner.backlog && inner.has_room() {
+            // The oldest peer that has not confirmed its connection makes room for a new one.
+            inner.drop_half_open();
+            self.settle_locked(inner);
+        }
         if let Some(hello) = good.filter(|_| inner.requests.len() < inner.backlog) {
             inner.requests.push_back((Ptr(event.id), hello));
-            self.pair(inner);
-            self.answer_polls(inner);
+            self.settle_locked(inner);
             return;
         }
         let ours = inner.hello(self.stream).write();
@@ -1177,13 +1276,8 @@ impl Socket {
         if let Some(id) = inner.connect.take() {
             self.report(inner, id, 0, 0, 0);
         }
-        if let Some((listener, op)) = inner.accept.take() {
-            // SAFETY: the id is live until `close`; the program does not access the memory for the address until the event.
-            let length = unsafe {
-                let peer = &raw const (*inner.id.0).route.addr.dst.storage;
-                crate::api::give_address(op.user, peer)
-            };
-            accept_event(&op, listener, self.fd, 0, length);
+        if let Some(listener) = inner.listener {
+            library::settle(listener);
         }
         self.answer_polls(inner);
         self.drain(inner);
@@ -1203,12 +1297,12 @@ fn patience(flow: &Flow) -> Duration {
     SILENCE + Duration::from_millis(flow.in_progress() / BYTES_PER_MS)
 }
 
-fn accept_event(op: &Op, listener: c_int, new: c_int, errno: c_int, length: u32) {
+fn accept_event(op: &Op, listener: c_int, new: c_int, length: u32) {
     let new = u64::from(new.cast_unsigned());
     let body = [new, op.offset, u64::from(length), 0, 0, 0];
     op.queue.push(Event {
         kind: EVT_ACCEPT,
-        errno,
+        errno: 0,
         fd: listener,
         ahandle: op.ahandle,
         body,
@@ -1415,11 +1509,28 @@ impl Inner {
             && self.flow.as_ref().is_some_and(Flow::is_at_end)
     }
 
+    /// Returns whether an accept may get the socket: its connection is established, or has ended after all data has arrived.
+    fn is_acceptable(&self) -> bool {
+        self.state == State::Connected || self.is_at_end()
+    }
+
+    /// Returns whether further connections may wait for accepts.
+    fn has_room(&self) -> bool {
+        self.established.len() < self.backlog
+    }
+
+    /// Ends the oldest connection that is being established.
+    fn drop_half_open(&mut self) {
+        if let Some((socket, _)) = self.half_open.pop_front() {
+            library::discard(socket.fd);
+        }
+    }
+
     /// Returns the readiness of the socket in the bits of exs_poll.
     fn ready(&self) -> i16 {
         let (input, output) = match self.state {
             State::Connected => self.flow.as_ref().map_or((false, false), Flow::ready),
-            State::Listening => (!self.requests.is_empty(), false),
+            State::Listening => (!self.established.is_empty(), false),
             State::Ended(_) => (true, true),
             _ => (false, false),
         };
