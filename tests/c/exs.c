@@ -1302,6 +1302,42 @@ static const char *handler_takes_the_event(size_t arg)
 	return finish();
 }
 
+static void *send_signal(void *thread)
+{
+	sleep_ms(50);
+	pthread_kill(*(pthread_t *)thread, SIGUSR1);
+	return NULL;
+}
+
+/* A signal handler ends the wait of a thread, however it waits. */
+static const char *waits_are_interrupted(size_t mode)
+{
+	struct sigaction take = { .sa_handler = on_signal }, was;
+	struct timeval wait = { 5, 0 };
+	pthread_t this = pthread_self(), other;
+	exs_event_t e;
+	sigset_t before, after;
+	int result, why, how = (int)mode;
+
+	TRY(connected(SOCK_SEQPACKET, 0));
+	ENSURE(RECV(1, 0, 1) == 0 && exs_qmodify(queue, EXS_QATTR_WAIT, &how, sizeof how) == 0, "%s", strerror(errno));
+	sigprocmask(SIG_SETMASK, NULL, &before);
+	signalled = 0;
+	sigaction(SIGUSR1, &take, &was);
+	ENSURE(pthread_create(&other, NULL, send_signal, &this) == 0, "pthread_create");
+	result = exs_qdequeue(queue, &e, 1, &wait);
+	why = errno;
+	pthread_join(other, NULL);
+	sigaction(SIGUSR1, &was, NULL);
+	sigprocmask(SIG_SETMASK, NULL, &after);
+	ENSURE(result < 0 && why == EINTR && signalled, "%d (%s), signalled %d", result, strerror(why), (int)signalled);
+	for (int i = 1; i < 32; i++)
+		ENSURE(sigismember(&before, i) == sigismember(&after, i), "signal %d is blocked", i);
+	ENSURE(exs_cancel(ends[1], EXS_CAF_FILDES, 0) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 1, ECANCELED));
+	return finish();
+}
+
 #define WAKES 101
 
 /* When each event arrived at the thread's queue. */
@@ -1531,6 +1567,9 @@ static const struct test tests[] = {
 	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
 	{ "handler_takes_the_event", handler_takes_the_event, 0, 0, false },
+	{ "waits_are_interrupted", waits_are_interrupted, EXS_WAIT_ADAPTIVE, 0, false },
+	{ "waits_are_interrupted_notify", waits_are_interrupted, EXS_WAIT_NOTIFY, 0, false },
+	{ "waits_are_interrupted_busy_poll", waits_are_interrupted, EXS_WAIT_BUSY_POLL, 0, false },
 	{ "sleeper_is_woken", sleeper_is_woken, 0, 0, false },
 	{ "ended_by_another_thread", ended_by_another_thread, 0, 0, false },
 	{ "fork_is_refused", fork_is_refused, 0, 0, false },

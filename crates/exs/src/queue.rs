@@ -41,6 +41,88 @@ const SHORT_WAIT: Duration = Duration::from_millis(1);
 /// number would delay the end of the polling on a busy machine.
 const POLLS: usize = 8;
 
+/// The interval at which a thread that only polls checks whether a signal has arrived.
+const SIGNAL_CHECK: Duration = Duration::from_millis(1);
+
+/// Signals of a thread that polls. A handler that has run leaves no trace that the thread could find, so they are blocked between two checks,
+/// and a check reports whether it has run a handler.
+#[derive(Debug)]
+struct Signals {
+    /// The mask of the program.
+    before: libc::sigset_t,
+    checked: Instant,
+}
+
+impl Signals {
+    /// Not blocked: signals of faults of the thread itself, and that of profilers, which have to see where the thread is.
+    const NOT_BLOCKED: [c_int; 8] = [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGILL,
+        libc::SIGTRAP,
+        libc::SIGSYS,
+        libc::SIGABRT,
+        libc::SIGPROF,
+    ];
+
+    fn block(now: Instant) -> Self {
+        // SAFETY: both sets are initialized before they are used.
+        unsafe {
+            let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+            let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+            libc::sigfillset(set.as_mut_ptr());
+            for signal in Self::NOT_BLOCKED {
+                libc::sigdelset(set.as_mut_ptr(), signal);
+            }
+            libc::sigemptyset(before.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), before.as_mut_ptr());
+            Self {
+                before: before.assume_init(),
+                checked: now,
+            }
+        }
+    }
+
+    /// Runs the handlers of signals that have arrived, if the last check is long enough ago. Returns whether there was one.
+    fn interrupts(&mut self, now: Instant) -> bool {
+        if now.duration_since(self.checked) < SIGNAL_CHECK {
+            return false;
+        }
+        self.checked = now;
+        let mut none = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // The function ppoll(3) is a point at which a thread may be cancelled, and the code here cannot be unwound.
+        // SAFETY: the time and the mask, of which the kernel reads eight bytes, are live until the call returns. There are no descriptors.
+        let n = unsafe {
+            libc::syscall(
+                libc::SYS_ppoll,
+                std::ptr::null_mut::<libc::pollfd>(),
+                0,
+                &raw mut none,
+                &raw const self.before,
+                8,
+            )
+        };
+        n < 0 && crate::errno() == libc::EINTR
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        // SAFETY: the mask is live until the call returns.
+        unsafe {
+            libc::pthread_sigmask(
+                libc::SIG_SETMASK,
+                &raw const self.before,
+                std::ptr::null_mut(),
+            );
+        }
+    }
+}
+
 thread_local! {
     /// The signals of queues that this thread has to raise, one bit each.
     static DUE: Cell<u64> = const { Cell::new(0) };
@@ -296,6 +378,7 @@ impl Queue {
         // to do.
         let mut began = None;
         let mut latest = None;
+        let mut signals: Option<Signals> = None;
         loop {
             let mut state = self.lock();
             if state.closed {
@@ -327,6 +410,12 @@ impl Queue {
             let spins = wait == Wait::BusyPoll || (wait == Wait::Adaptive && now < spin_until);
             let members = members.as_deref().unwrap_or(&[]);
             if spins && !members.is_empty() {
+                if wait == Wait::BusyPoll && now.duration_since(start) >= SIGNAL_CHECK {
+                    let signals = signals.get_or_insert_with(|| Signals::block(now));
+                    if signals.interrupts(now) {
+                        return Err(libc::EINTR);
+                    }
+                }
                 let spin_until = if wait == Wait::BusyPoll {
                     now + SPIN
                 } else {
@@ -335,6 +424,7 @@ impl Queue {
                 latest = self.poll(members, seen, spin_until, until).or(latest);
                 continue;
             }
+            signals = None;
             for member in members {
                 member.stop_polling();
             }
