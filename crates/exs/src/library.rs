@@ -10,8 +10,7 @@ use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -46,8 +45,39 @@ pub(crate) struct Library {
     failed: Mutex<Vec<c_int>>,
     /// Listeners with changed connections.
     unsettled: Mutex<Vec<c_int>>,
-    /// The deadlines of sockets, earliest first.
-    alarms: Mutex<BinaryHeap<Reverse<(Instant, c_int)>>>,
+    alarms: Mutex<Alarms>,
+}
+
+/// The next deadlines of sockets: at most one of each socket.
+#[derive(Debug, Default)]
+struct Alarms {
+    by_time: BTreeSet<(Instant, c_int)>,
+    by_socket: FxHashMap<c_int, Instant>,
+}
+
+impl Alarms {
+    fn first(&self) -> Option<Instant> {
+        self.by_time.first().map(|(at, _)| *at)
+    }
+
+    /// Sets the deadline of a socket in place of the earlier one.
+    fn set(&mut self, fd: c_int, at: Option<Instant>) {
+        let before = match at {
+            Some(at) => self.by_socket.insert(fd, at),
+            None => self.by_socket.remove(&fd),
+        };
+        if let Some(before) = before {
+            self.by_time.remove(&(before, fd));
+        }
+        self.by_time.extend(at.map(|at| (at, fd)));
+    }
+
+    /// Removes the earliest deadline if it has passed. Returns its socket.
+    fn take_due(&mut self, now: Instant) -> Option<c_int> {
+        let (_, fd) = self.by_time.first().filter(|(at, _)| *at <= now).copied()?;
+        self.set(fd, None);
+        Some(fd)
+    }
 }
 
 /// The objects of one kind, by their numbers.
@@ -340,15 +370,22 @@ pub(crate) fn watch_polled(socket: Arc<Socket>) {
     }
 }
 
-/// Makes the library's thread check the deadlines of a socket at the time `at`.
+/// Makes the library's thread check the deadlines of a socket at the time `at`, and not at the time of an earlier call.
 pub(crate) fn alarm(at: Instant, fd: c_int) {
     if let Ok(library) = get() {
         let mut alarms = lock(&library.alarms);
-        let first = alarms.peek().is_none_or(|Reverse((first, _))| at < *first);
-        alarms.push(Reverse((at, fd)));
+        let first = alarms.first().is_none_or(|first| at < first);
+        alarms.set(fd, Some(at));
         if first {
             library.wake();
         }
+    }
+}
+
+/// Removes the deadline of a socket, which is closed.
+pub(crate) fn no_alarm(fd: c_int) {
+    if let Ok(library) = get() {
+        lock(&library.alarms).set(fd, None);
     }
 }
 
@@ -621,8 +658,8 @@ impl Library {
 
     /// Returns the milliseconds until the first alarm, for poll(2).
     fn until_alarm(&self) -> c_int {
-        let alarms = lock(&self.alarms);
-        alarms.peek().map_or(-1, |Reverse((at, _))| {
+        let first = lock(&self.alarms).first();
+        first.map_or(-1, |at| {
             let left = at.saturating_duration_since(Instant::now());
             c_int::try_from(left.as_millis().saturating_add(1)).unwrap_or(c_int::MAX)
         })
@@ -631,12 +668,10 @@ impl Library {
     fn expire(&self) {
         let now = Instant::now();
         loop {
-            let mut alarms = lock(&self.alarms);
-            let due = alarms.peek().is_some_and(|Reverse((at, _))| *at <= now);
-            let Some(Reverse((_, fd))) = due.then(|| alarms.pop()).flatten() else {
+            let due = lock(&self.alarms).take_due(now);
+            let Some(fd) = due else {
                 return;
             };
-            drop(alarms);
             if let Ok(socket) = self.any_socket(fd) {
                 socket.expire();
             }
@@ -715,5 +750,33 @@ impl Library {
                 socket.wake();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_has_one_alarm() {
+        let mut alarms = Alarms::default();
+        let now = Instant::now();
+        let (soon, late) = (
+            now + Duration::from_millis(1),
+            now + Duration::from_secs(3600),
+        );
+        alarms.set(1, Some(late));
+        for _ in 0..100 {
+            alarms.set(1, Some(soon));
+            assert_eq!(alarms.first(), Some(soon));
+            assert_eq!(alarms.take_due(now), None);
+            assert_eq!(alarms.take_due(soon), Some(1));
+            alarms.set(1, Some(late));
+        }
+        assert_eq!(alarms.by_time.len(), 1);
+        alarms.set(2, Some(soon));
+        alarms.set(1, None);
+        assert_eq!(alarms.take_due(late), Some(2));
+        assert_eq!((alarms.by_time.len(), alarms.by_socket.len()), (0, 0));
     }
 }

@@ -524,6 +524,7 @@ impl Socket {
     /// Makes the library's thread call [`Socket::expire`] at the deadline.
     fn set_alarm(&self, inner: &mut Inner, deadline: Option<Instant>) {
         if let Some(at) = deadline
+            && !inner.id.0.is_null()
             && inner.alarm.is_none_or(|alarm| at < alarm)
         {
             inner.alarm = Some(at);
@@ -767,6 +768,7 @@ impl Socket {
         let half_open = std::mem::take(&mut inner.half_open);
         let established = std::mem::take(&mut inner.established);
         let closed = inner.closed.take();
+        library::no_alarm(self.fd);
         drop(inner);
         // No accept gets these connections any more.
         for socket in half_open.into_iter().map(|(s, _)| s).chain(established) {
