@@ -1006,6 +1006,12 @@ static const char *refusals(size_t arg)
 	REFUSED(exs_fcntl(ends[0], EXS_F_SETCREDITS, 5), EISCONN);
 	REFUSED(exs_mregister(NULL, 1, 0), EFAULT);
 	REFUSED(exs_socket(AF_UNIX, SOCK_STREAM, 0), EAFNOSUPPORT);
+	int other = exs_socket(AF_INET6, SOCK_SEQPACKET, 0);
+	ENSURE(other >= 0, "exs_socket: %s", strerror(errno));
+	addr.sin_family = AF_INET;
+	REFUSED(exs_bind(other, (struct sockaddr *)&addr, sizeof addr), EAFNOSUPPORT);
+	REFUSED(exs_connect(other, (struct sockaddr *)&addr, sizeof addr, 0, queue, 0), EAFNOSUPPORT);
+	ENSURE(exs_close(other) == 0, "%s", strerror(errno));
 	REFUSED(exs_close(77), ENOTSOCK);
 	/* Each call with invalid arguments fails without an event. */
 	struct timeval bad_time = { -1, 0 };
@@ -1119,6 +1125,35 @@ static const char *refused_connections(size_t arg)
 	keep(close_fd, (void *)(intptr_t)client, "socket");
 	ENSURE(exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 2) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_CONNECT, 2, ECONNREFUSED));
+	return NULL;
+}
+
+/* Sockets of AF_INET6 with IPv4-mapped addresses. The addresses that the library returns have the family of the socket. */
+static const char *mapped_addresses(size_t arg)
+{
+	struct sockaddr_in6 addr = { .sin6_family = AF_INET6 }, peer = { 0 };
+	exs_acceptaddr_t want = { (struct sockaddr *)&peer, sizeof peer };
+	socklen_t len = sizeof addr;
+	exs_event_t e;
+	int fd, client;
+
+	(void)arg;
+	TRY(begin());
+	ENSURE(inet_pton(AF_INET6, "::ffff:127.0.0.1", &addr.sin6_addr) == 1, "inet_pton");
+	fd = exs_socket(AF_INET6, SOCK_SEQPACKET, 0);
+	keep(close_fd, (void *)(intptr_t)fd, "listener");
+	ENSURE(!exs_bind(fd, (struct sockaddr *)&addr, len) && !exs_listen(fd, 4), "listen: %s", strerror(errno));
+	ENSURE(!exs_getsockname(fd, (struct sockaddr *)&addr, &len) && len == sizeof addr && addr.sin6_family == AF_INET6 &&
+		       IN6_IS_ADDR_V4MAPPED(&addr.sin6_addr), "family %d", addr.sin6_family);
+	client = exs_socket(AF_INET6, SOCK_SEQPACKET, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(!exs_accept(fd, &want, 0, queue, 1) && !exs_connect(client, (struct sockaddr *)&addr, len, 0, queue, 2), "%s",
+	       strerror(errno));
+	TRY(event(&e, EXS_EVT_ACCEPT, 1, 0));
+	keep(close_fd, (void *)(intptr_t)e.exs_evt_union.exs_evt_accept.exs_evt_newfd, "socket");
+	TRY(event(&e, EXS_EVT_CONNECT, 2, 0));
+	ENSURE(want.exs_addrlen == sizeof peer && peer.sin6_family == AF_INET6 && IN6_IS_ADDR_V4MAPPED(&peer.sin6_addr), "family %d",
+	       peer.sin6_family);
 	return NULL;
 }
 
@@ -1564,6 +1599,7 @@ static const struct test tests[] = {
 	{ "file_in_parts", file_in_parts, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },
 	{ "refused_connections", refused_connections, 0, 0, false },
+	{ "mapped_addresses", mapped_addresses, 0, 0, false },
 	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
 	{ "handler_takes_the_event", handler_takes_the_event, 0, 0, false },

@@ -181,6 +181,13 @@ unsafe fn check_address(addr: *const sockaddr, len: socklen_t) -> Answer {
     require(len as usize >= need, libc::EINVAL)
 }
 
+/// Checks that an address, which [`check_address`] has accepted, has the family of the socket.
+unsafe fn check_family(socket: &Socket, addr: *const sockaddr) -> Answer {
+    // SAFETY: upheld by the caller.
+    let family = c_int::from(unsafe { (*addr).sa_family });
+    require(family == socket.domain, libc::EAFNOSUPPORT)
+}
+
 /// Finds the socket and the queue of a call, and reserves entries in the queue for its events.
 fn begin(fd: c_int, q: c_int, places: usize) -> Answer<(Arc<Socket>, Arc<Queue>)> {
     let library = library::get()?;
@@ -847,6 +854,9 @@ pub(crate) unsafe extern "C" fn exs_connect(
         // SAFETY: the program passes the length of its address.
         unsafe { check_address(addr, len) }?;
         let (socket, queue) = begin(fd, q, 1)?;
+        // SAFETY: as above.
+        let fits = unsafe { check_family(&socket, addr) };
+        refused(&queue, 1, fits)?;
         refused(
             &queue,
             1,
@@ -1027,7 +1037,7 @@ pub(crate) unsafe extern "C" fn exs_socket(domain: c_int, kind: c_int, protocol:
             kind == libc::SOCK_SEQPACKET || kind == libc::SOCK_STREAM,
             libc::EPROTOTYPE,
         )?;
-        library.add_socket(kind == libc::SOCK_STREAM, Settings::DEFAULT)
+        library.add_socket(domain, kind == libc::SOCK_STREAM, Settings::DEFAULT)
     };
     result(make())
 }
@@ -1041,7 +1051,10 @@ pub(crate) unsafe extern "C" fn exs_bind(
     let bind = || {
         let socket = library::get()?.socket(fd)?;
         // SAFETY: the program passes the length of its address.
-        unsafe { check_address(addr, len) }?;
+        unsafe {
+            check_address(addr, len)?;
+            check_family(&socket, addr)?;
+        }
         socket.bind(addr)
     };
     done(bind())

@@ -337,17 +337,17 @@ pub(crate) fn device(context: *mut ffi::ibv_context) -> Result<Arc<Device>, c_in
 pub(crate) fn admit(
     id: Ptr<ffi::rdma_cm_id>,
     theirs: Hello,
-    stream: bool,
+    listener: &Socket,
     settings: Settings,
-    listener: c_int,
 ) -> Option<Arc<Socket>> {
     let library = get().ok()?;
     let fd = library.number() + FIRST_FD;
     // SAFETY: the new socket owns the request; from now on the events of the request refer to this descriptor.
     unsafe { (*id.0).context = number_as_context(fd) };
-    let socket = Arc::new(Socket::new(fd, stream, id.0, settings));
+    let (domain, stream) = (listener.domain, listener.stream);
+    let socket = Arc::new(Socket::new(fd, domain, stream, id.0, settings));
     library.sockets.insert(fd, Arc::clone(&socket));
-    socket.admit(theirs, listener);
+    socket.admit(theirs, listener.fd);
     Some(socket)
 }
 
@@ -471,7 +471,12 @@ impl Library {
         found.unwrap_or_else(|| Err(no_socket(fd)))
     }
 
-    pub(crate) fn add_socket(&self, stream: bool, settings: Settings) -> Result<c_int, c_int> {
+    pub(crate) fn add_socket(
+        &self,
+        domain: c_int,
+        stream: bool,
+        settings: Settings,
+    ) -> Result<c_int, c_int> {
         let fd = self.number() + FIRST_FD;
         let mut id = std::ptr::null_mut();
         // SAFETY: the channel is live as long as the process, and `id` is valid for writes.
@@ -486,7 +491,7 @@ impl Library {
         if made != 0 {
             return Err(crate::errno());
         }
-        let socket = Arc::new(Socket::new(fd, stream, id, settings));
+        let socket = Arc::new(Socket::new(fd, domain, stream, id, settings));
         self.sockets.insert(fd, socket);
         Ok(fd)
     }

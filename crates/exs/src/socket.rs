@@ -276,6 +276,8 @@ enum Pool {
 #[derive(Debug)]
 pub(crate) struct Socket {
     pub(crate) fd: c_int,
+    /// The family of its addresses.
+    pub(crate) domain: c_int,
     pub(crate) stream: bool,
     inner: Mutex<Inner>,
     /// Once the socket is connected: the device, and the length of the longest immediate data (data that a message itself contains).
@@ -327,12 +329,14 @@ const KIND: u64 = 0xff << 56;
 impl Socket {
     pub(crate) fn new(
         fd: c_int,
+        domain: c_int,
         stream: bool,
         id: *mut ffi::rdma_cm_id,
         settings: Settings,
     ) -> Self {
         Self {
             fd,
+            domain,
             stream,
             inner: Mutex::new(Inner {
                 state: State::New,
@@ -396,14 +400,15 @@ impl Socket {
             return Err(libc::EBADF);
         }
         // SAFETY: the id is live until `close`, which takes it under the lock. Both addresses have room for every family.
-        Ok(unsafe {
+        let address = unsafe {
             let addr = &raw const (*inner.id.0).route.addr;
             if peer {
                 (*addr).dst.storage
             } else {
                 (*addr).src.storage
             }
-        })
+        };
+        Ok(in_domain(address, self.domain))
     }
 
     pub(crate) fn bind(&self, addr: *const libc::sockaddr) -> Result<(), c_int> {
@@ -1083,8 +1088,8 @@ impl Socket {
         inner.listener = None;
         // SAFETY: the id is live until `close`; the program does not access the memory for the address until the event.
         let length = unsafe {
-            let peer = &raw const (*inner.id.0).route.addr.dst.storage;
-            crate::api::give_address(op.user, peer)
+            let peer = in_domain((*inner.id.0).route.addr.dst.storage, self.domain);
+            crate::api::give_address(op.user, &raw const peer)
         };
         accept_event(op, listener, self.fd, length);
         true
@@ -1134,7 +1139,7 @@ impl Socket {
                 }
                 inner.drop_half_open();
             } else if let Some((id, hello)) = inner.requests.pop_front() {
-                let admitted = library::admit(id, hello, self.stream, inner.settings, self.fd);
+                let admitted = library::admit(id, hello, self, inner.settings);
                 inner.half_open.extend(admitted.map(|socket| (socket, now)));
             }
         }
@@ -1291,6 +1296,25 @@ impl Socket {
 fn end_polls(inner: &mut Inner, fd: c_int) {
     for poll in std::mem::take(&mut inner.polls) {
         poll.call.fire(fd, poll.index, 0, libc::ECANCELED);
+    }
+}
+
+/// Returns an address in the family of a socket: an IPv4 address as IPv4-mapped if that is IPv6.
+fn in_domain(address: libc::sockaddr_storage, domain: c_int) -> libc::sockaddr_storage {
+    if domain != libc::AF_INET6 || c_int::from(address.ss_family) != libc::AF_INET {
+        return address;
+    }
+    // SAFETY: the storage has room for every family, and all bytes form valid addresses.
+    unsafe {
+        let short = (&raw const address).cast::<libc::sockaddr_in>().read();
+        let mut long: libc::sockaddr_in6 = std::mem::zeroed();
+        long.sin6_family = libc::sa_family_t::try_from(libc::AF_INET6).unwrap_or(0);
+        long.sin6_port = short.sin_port;
+        let octets = short.sin_addr.s_addr.to_ne_bytes();
+        long.sin6_addr.s6_addr = std::net::Ipv4Addr::from(octets).to_ipv6_mapped().octets();
+        let mut mapped: libc::sockaddr_storage = std::mem::zeroed();
+        (&raw mut mapped).cast::<libc::sockaddr_in6>().write(long);
+        mapped
     }
 }
 
