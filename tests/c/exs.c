@@ -979,6 +979,41 @@ static const char *file_in_parts(size_t arg)
 	return finish();
 }
 
+#define BEFORE_FILE 3000
+
+/* A short part of a file is read during the call, also when all buffers of the library are in use, so the file may change afterwards. */
+static const char *short_file_is_truncated(size_t arg)
+{
+	char name[] = "/tmp/exs-test-XXXXXX";
+	exs_fdvec_t part = { .xv_kind = EXS_FDVEC, .xv_iov.iov_len = 100 };
+	exs_xferfile_t file = { &part, 1 };
+	exs_qhandle_t many;
+	struct timeval wait = { 10, 0 };
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 256));
+	many = exs_qcreate(4096);
+	fill(block[0], 4, 3 * MIB);
+	part.xv_fd = mkstemp(name);
+	ENSURE(part.xv_fd >= 0 && unlink(name) == 0, "mkstemp: %s", strerror(errno));
+	keep(close_socket, (void *)(intptr_t)part.xv_fd, "file");
+	ENSURE(write(part.xv_fd, block[0], 100) == 100, "write: %s", strerror(errno));
+	for (int i = 0; i < BEFORE_FILE; i++)
+		ENSURE(!exs_send(ends[0], block[0] + i, 1000, 0, many, 1, EXS_MHANDLE_UNREGISTERED), "send %d: %s", i, strerror(errno));
+	ENSURE(!exs_sendfile(ends[0], &file, 0, many, 2), "sendfile: %s", strerror(errno));
+	ENSURE(!ftruncate(part.xv_fd, 0), "ftruncate: %s", strerror(errno));
+	for (int i = 0; i <= BEFORE_FILE; i++) {
+		ENSURE(RECV(1000, 0, 3) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 3, 0));
+		ENSURE(exs_qdequeue(many, &e, 1, &wait) == 1 && !e.exs_evt_errno, "event %d", i);
+	}
+	ENSURE(e.exs_evt_ahandle == 2, "event %ld", (long)e.exs_evt_ahandle);
+	ENSURE(!memcmp(block[0], block[1], 100), "the part differs");
+	ENSURE(exs_qdelete(many) == 0, "%s", strerror(errno));
+	return finish();
+}
+
 /* Calls that are refused at once. */
 static const char *refusals(size_t arg)
 {
@@ -1597,6 +1632,7 @@ static const struct test tests[] = {
 	{ "polls", polls, 0, 0, false },
 	{ "polls_before_ready", polls_before_ready, 0, 0, false },
 	{ "file_in_parts", file_in_parts, 0, 0, false },
+	{ "short_file_is_truncated", short_file_is_truncated, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },
 	{ "refused_connections", refused_connections, 0, 0, false },
 	{ "mapped_addresses", mapped_addresses, 0, 0, false },

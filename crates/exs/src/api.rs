@@ -476,6 +476,17 @@ fn resolve(
                 addr = piece.addr();
                 (lkey, rkey) = piece.keys();
                 op.keep.push(Keep::Pooled(piece));
+            } else if v.len <= socket::SHORT && !persistent {
+                // The library may copy these bytes to a message later. If they were mapped, and the file was truncated by then, the
+                // access would end the process.
+                let mut bytes = vec![0u8; v.len].into_boxed_slice();
+                addr = bytes.as_mut_ptr().expose_provenance() as u64;
+                memory::read_file(file.fd, file.offset, addr, len)?;
+                socket::COPIED.fetch_add(len, Relaxed);
+                let region = memory::register(device, addr, len, what)?;
+                (lkey, rkey) = (region.lkey(), region.rkey());
+                op.keep.push(Keep::Own { _region: region });
+                op.keep.push(Keep::Copy { _bytes: bytes });
             } else {
                 let map = FileMap::new(file.fd, file.offset, len)?;
                 let region = memory::register(device, map.addr, len, what)?;

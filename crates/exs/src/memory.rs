@@ -280,8 +280,8 @@ impl FileMap {
         let before = offset % page.max(1);
         let len =
             usize::try_from(len).map_err(|_| libc::EINVAL)? + usize::try_from(before).unwrap_or(0);
-        // SAFETY: this is a new mapping. If another process truncates the file, accesses by this process would raise SIGBUS,
-        // but only the device accesses the mapping.
+        // SAFETY: this is a new mapping. The library does not access it, but a software device may do so in a thread of this process. If
+        // anybody has truncated the file, that raises SIGBUS. exs_sendfile(3) says so, because nothing prevents it.
         let base = unsafe {
             let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
             libc::mmap(

@@ -21,6 +21,8 @@ pub(crate) enum Keep {
     Own { _region: Region },
     /// A mapped file. Its registration is the preceding element, which is dropped first.
     Map { _map: FileMap },
+    /// A copy of a part of a file. Its registration is the preceding element.
+    Copy { _bytes: Box<[u8]> },
     /// A buffer of the connection's pool.
     Pooled(Piece),
 }

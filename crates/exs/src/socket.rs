@@ -302,7 +302,7 @@ const INLINE: [u32; 3] = [64, 32, 0];
 
 /// The length in bytes up to which immediate data is copied to the message buffer although it is registered: a copy takes less time
 /// than a second segment of the work request.
-const SHORT: usize = 256;
+pub(crate) const SHORT: usize = 256;
 
 /// How many receives are posted by one call.
 const RELEASED: usize = 8;
