@@ -1163,6 +1163,49 @@ static const char *refused_connections(size_t arg)
 	return NULL;
 }
 
+/* Connections are established without an accept, which gets what the peer has sent until then. They end with the listener. */
+static const char *accepted_later(size_t arg)
+{
+	struct sockaddr_in addr;
+	exs_event_t e;
+	int fd, client, accepted;
+	char data[200] = "", got[200] = "";
+
+	(void)arg;
+	TRY(begin());
+	stream_buffer = 4096;
+	TRY(listener(SOCK_STREAM, 0, &fd, &addr));
+	stream_buffer = 0;
+	fill(data, 3, sizeof data);
+	client = exs_socket(AF_INET, SOCK_STREAM, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(!exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 1), "connect: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_CONNECT, 1, 0));
+	ENSURE(!exs_send(client, data, sizeof data, 0, queue, 2, EXS_MHANDLE_UNREGISTERED), "send: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 2, 0));
+	ENSURE(close_now((void *)(intptr_t)client) == 0, "close");
+	sleep_ms(20);
+	ENSURE(!exs_accept(fd, NULL, 0, queue, 3), "accept: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_ACCEPT, 3, 0));
+	accepted = e.exs_evt_union.exs_evt_accept.exs_evt_newfd;
+	keep(close_fd, (void *)(intptr_t)accepted, "socket");
+	ENSURE(!exs_recv(accepted, got, sizeof got, 0, queue, 4, EXS_MHANDLE_UNREGISTERED), "recv: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 4, 0));
+	ENSURE(LENGTH(e) == sizeof got && !memcmp(data, got, sizeof got), "%zu bytes", LENGTH(e));
+	ENSURE(!exs_recv(accepted, got, sizeof got, 0, queue, 5, EXS_MHANDLE_UNREGISTERED), "recv: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 5, 0));
+	ENSURE(LENGTH(e) == 0, "%zu bytes", LENGTH(e));
+	client = exs_socket(AF_INET, SOCK_STREAM, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(!exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 6), "connect: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_CONNECT, 6, 0));
+	ENSURE(!exs_recv(client, got, sizeof got, 0, queue, 7, EXS_MHANDLE_UNREGISTERED), "recv: %s", strerror(errno));
+	TRY(no_event());
+	ENSURE(close_now((void *)(intptr_t)fd) == 0, "close");
+	TRY(event(&e, EXS_EVT_RECV, 7, ECONNRESET));
+	return NULL;
+}
+
 /* Sockets of AF_INET6 with IPv4-mapped addresses. The addresses that the library returns have the family of the socket. */
 static const char *mapped_addresses(size_t arg)
 {
@@ -1635,6 +1678,7 @@ static const struct test tests[] = {
 	{ "short_file_is_truncated", short_file_is_truncated, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },
 	{ "refused_connections", refused_connections, 0, 0, false },
+	{ "accepted_later", accepted_later, 0, 0, false },
 	{ "mapped_addresses", mapped_addresses, 0, 0, false },
 	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },

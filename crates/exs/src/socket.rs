@@ -745,8 +745,12 @@ impl Socket {
         let mut inner = self.lock();
         self.gone.store(true, SeqCst);
         self.stop_deferring(&mut inner);
-        // If the peer has received everything, it should see the end of the data instead of a broken connection.
-        if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::has_delivered) {
+        // If the peer has received everything, it should see the end of the data instead of a broken connection. But if no accept has got the
+        // socket, the program has not ended its data.
+        if inner.state == State::Connected
+            && inner.listener.is_none()
+            && inner.flow.as_ref().is_some_and(Flow::has_delivered)
+        {
             inner.end_direction(self);
         }
         if inner.state == State::Connected
