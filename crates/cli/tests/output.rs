@@ -1,7 +1,8 @@
 //! The output of the command.
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
 
 #[test]
 fn the_command_ends_quietly_when_the_reader_of_its_output_has_gone() {
@@ -14,4 +15,44 @@ fn the_command_ends_quietly_when_the_reader_of_its_output_has_gone() {
         .unwrap();
     assert_eq!(String::from_utf8_lossy(&run.stderr), "");
     assert_eq!(run.status.code(), Some(141));
+}
+
+/// Runs `anywarp capture` with files in place of the libraries, which the loader ignores.
+fn capture(folder: &Path, file: &Path, program: &str) -> Output {
+    std::fs::create_dir_all(folder).unwrap();
+    for name in ["libibverbs.so.1", "librdmacm.so.1"] {
+        std::fs::write(folder.join(name), "").unwrap();
+    }
+    Command::new(env!("CARGO_BIN_EXE_anywarp"))
+        .env("ANYWARP_LIB", folder)
+        .args(["capture", "-w"])
+        .arg(file)
+        .args(["--", program])
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn a_capture_is_replaced_only_if_the_program_can_run_and_has_a_head_without_traffic() {
+    let folder = std::env::temp_dir().join(format!("anywarp-captures-{}", std::process::id()));
+    let file = folder.join("file.pcapng");
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(&file, "an earlier capture").unwrap();
+    for (program, status) in [
+        ("no-such-program-here", 127),
+        ("/no/such/program", 127),
+        ("/etc/passwd", 126),
+    ] {
+        let run = capture(&folder, &file, program);
+        assert_eq!(run.status.code(), Some(status), "{run:?}");
+        assert_eq!(std::fs::read(&file).unwrap(), b"an earlier capture");
+    }
+    let run = capture(&folder, &file, "true");
+    assert_eq!(run.status.code(), Some(0), "{run:?}");
+    let bytes = std::fs::read(&file).unwrap();
+    assert_eq!(bytes.get(..4), Some(&[0x0a, 0x0d, 0x0d, 0x0a][..]));
+    let run = capture(&folder, Path::new("/dev/null"), "true");
+    assert_eq!(run.status.code(), Some(1), "{run:?}");
+    assert!(String::from_utf8_lossy(&run.stderr).contains("not a regular file"));
+    std::fs::remove_dir_all(&folder).unwrap();
 }

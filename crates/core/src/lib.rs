@@ -27,6 +27,7 @@ pub mod fault;
 pub mod llp;
 pub mod lock;
 pub mod observe;
+pub mod pcapng;
 pub mod qos;
 pub mod rdmap;
 mod ring;

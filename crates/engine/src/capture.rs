@@ -19,12 +19,13 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use anywarp_core::pcapng;
 use anywarp_core::wire::mpa::StartupFrame;
 use rustix::fs::FlockOperation;
 
 use crate::config::config;
 use crate::locks::{Mutex, MutexGuard, Rank};
-use crate::log;
+use crate::log::{self, Level};
 use crate::process::PerProcess;
 use crate::sys::thread::Uncancelled;
 
@@ -104,12 +105,21 @@ fn sink() -> Option<&'static Sink> {
                     stopped: AtomicBool::new(false),
                 }),
                 Err(e) => {
-                    log!(Error, "no capture: {}: {e}", wanted.path.display());
+                    tell(
+                        Level::Error,
+                        format_args!("no capture: {}: {e}", wanted.path.display()),
+                    );
                     None
                 }
             }
         })
         .as_ref()
+}
+
+/// Writes a line about the capture, even if the log is off: the user has asked for the capture, and would otherwise take an incomplete
+/// file for a complete one.
+fn tell(level: Level, text: std::fmt::Arguments<'_>) {
+    log::write(level, text);
 }
 
 /// Opens a file to append packets, and writes its head if it is empty.
@@ -126,7 +136,7 @@ fn open(path: &Path) -> io::Result<File> {
         std::thread::sleep(Duration::from_millis(1));
     }
     if file.metadata()?.len() == 0 {
-        (&file).write_all(&head())?;
+        (&file).write_all(&pcapng::head())?;
     }
     rustix::fs::flock(&file, FlockOperation::Unlock)?;
     Ok(file)
@@ -161,49 +171,6 @@ pub(crate) fn open_private(how: &mut OpenOptions, path: &Path) -> io::Result<Fil
     Ok(file)
 }
 
-/// The head of a capture file: a section header and the description of the only interface.
-fn head() -> Vec<u8> {
-    let mut section = Vec::new();
-    section.extend(0x1a2b_3c4d_u32.to_ne_bytes());
-    section.extend(1_u16.to_ne_bytes());
-    section.extend(0_u16.to_ne_bytes());
-    section.extend(u64::MAX.to_ne_bytes());
-    option(&mut section, 4, b"anywarp");
-    end_of_options(&mut section);
-    let mut interface = Vec::new();
-    interface.extend(101_u16.to_ne_bytes());
-    interface.extend(0_u16.to_ne_bytes());
-    interface.extend(0_u32.to_ne_bytes());
-    option(&mut interface, 2, b"anywarp");
-    // Timestamps count nanoseconds (`if_tsresol`).
-    option(&mut interface, 9, &[9]);
-    end_of_options(&mut interface);
-    let mut all = block(0x0a0d_0d0a, &section);
-    all.extend(block(1, &interface));
-    all
-}
-
-fn option(out: &mut Vec<u8>, code: u16, value: &[u8]) {
-    out.extend(code.to_ne_bytes());
-    out.extend(u16::try_from(value.len()).unwrap_or(0).to_ne_bytes());
-    out.extend(value);
-    out.resize(out.len().next_multiple_of(4), 0);
-}
-
-fn end_of_options(out: &mut Vec<u8>) {
-    out.extend([0; 4]);
-}
-
-fn block(kind: u32, body: &[u8]) -> Vec<u8> {
-    let len = u32::try_from(body.len() + 12).unwrap_or(0).to_ne_bytes();
-    let mut out = Vec::with_capacity(body.len() + 12);
-    out.extend(kind.to_ne_bytes());
-    out.extend(len);
-    out.extend(body);
-    out.extend(len);
-    out
-}
-
 impl Sink {
     /// Appends one packet.
     fn packet(&self, at: At, way: Direction, packet: &[u8]) {
@@ -211,28 +178,16 @@ impl Sink {
         if self.stopped.load(Ordering::Relaxed) {
             return;
         }
-        let kept = packet.get(..self.snap).unwrap_or(packet);
-        let mut body = Vec::with_capacity(kept.len() + 48);
-        body.extend(0_u32.to_ne_bytes());
-        let [high, low] = [at >> 32, at & 0xffff_ffff].map(|n| u32::try_from(n).unwrap_or(0));
-        body.extend(high.to_ne_bytes());
-        body.extend(low.to_ne_bytes());
-        for len in [kept.len(), packet.len()] {
-            body.extend(u32::try_from(len).unwrap_or(0).to_ne_bytes());
-        }
-        body.extend(kept);
-        body.resize(body.len().next_multiple_of(4), 0);
-        let flags: u32 = if way == Direction::In { 1 } else { 2 };
-        option(&mut body, 2, &flags.to_ne_bytes());
-        end_of_options(&mut body);
-        let block = block(6, &body);
+        let block = pcapng::packet(at, way == Direction::In, packet, self.snap);
         let len = block.len() as u64;
         if self.written.fetch_add(len, Ordering::Relaxed) + len > self.limit {
             if !self.stopped.swap(true, Ordering::Relaxed) {
-                log!(
-                    Warn,
-                    "the capture has reached its limit of {} bytes; further packets are not captured",
-                    self.limit
+                tell(
+                    Level::Warn,
+                    format_args!(
+                        "the capture has reached its limit of {} bytes; further packets are not captured",
+                        self.limit
+                    ),
                 );
             }
             return;
@@ -245,7 +200,7 @@ impl Sink {
             Err(e) => e.to_string(),
         };
         if !self.stopped.swap(true, Ordering::Relaxed) {
-            log!(Error, "the capture ends: {written}");
+            tell(Level::Error, format_args!("the capture ends: {written}"));
         }
     }
 }
@@ -603,6 +558,45 @@ mod tests {
     }
 
     #[test]
+    fn a_capture_that_fails_is_reported_although_the_log_is_off() {
+        const CHILD: &str = "CAPTURE_TEST_CHILD";
+        if std::env::var_os(CHILD).is_some() {
+            assert!(!is_on(), "a folder is no capture");
+            let sink = |limit| Sink {
+                file: File::open("/dev/null").unwrap(),
+                snap: usize::MAX,
+                limit,
+                written: AtomicU64::new(0),
+                stopped: AtomicBool::new(false),
+            };
+            for limit in [1, 1000] {
+                let sink = sink(limit);
+                sink.packet(At(0), Direction::In, b"packet");
+                sink.packet(At(0), Direction::In, b"packet");
+            }
+            return;
+        }
+        // In another process, because the lines go to standard error and the variable is read once.
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "--nocapture"])
+            .arg("capture::tests::a_capture_that_fails_is_reported_although_the_log_is_off")
+            .env(CHILD, "1")
+            .env("ANYWARP_CAPTURE", std::env::temp_dir())
+            .env_remove("ANYWARP_LOG")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&child.stderr);
+        assert!(child.status.success(), "{text}");
+        for line in [
+            "error: no capture: ",
+            "has reached its limit of 1 bytes",
+            "error: the capture ends: ",
+        ] {
+            assert_eq!(text.matches(line).count(), 1, "{line}: {text}");
+        }
+    }
+
+    #[test]
     fn only_a_file_of_this_user_with_one_name_is_appended_to() {
         let mut folder = std::env::temp_dir();
         folder.push(format!("anywarp-capture-{}", std::process::id()));
@@ -634,16 +628,5 @@ mod tests {
         std::fs::hard_link(at("new"), at("second name")).unwrap();
         assert!(refused("new"));
         std::fs::remove_dir_all(&folder).unwrap();
-    }
-
-    #[test]
-    fn blocks_have_their_length_at_both_ends() {
-        let head = head();
-        let len = |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().unwrap()) as usize;
-        let section = len(4);
-        assert_eq!(len(section - 4), section);
-        let interface = len(section + 4);
-        assert_eq!(section + interface, head.len());
-        assert_eq!(len(head.len() - 4), interface);
     }
 }

@@ -2,9 +2,12 @@
 
 use std::env;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::process::ExitCode;
+
+use anywarp_core::pcapng;
 
 use super::{Failure, run};
 use crate::cli::Capture;
@@ -17,19 +20,7 @@ pub(crate) fn run(args: &Capture) -> Result<ExitCode, Failure> {
     let file = env::current_dir()
         .map_err(|e| Failure::Write(args.write.clone(), e))?
         .join(&args.write);
-    match fs::remove_file(&file) {
-        Ok(()) => {}
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => return Err(Failure::Write(file, e)),
-    }
-    // The file is created before the program starts, not at the first packet: errors are reported early, and no other user can create
-    // it in between. It contains the program's payload, so only this user may read it.
-    fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&file)
-        .map_err(|e| Failure::Write(file.clone(), e))?;
+    replace(&file, &pcapng::head()).map_err(|e| Failure::Write(file.clone(), e))?;
     command.env("ANYWARP_CAPTURE", &file);
     for (name, value) in [
         ("ANYWARP_CAPTURE_SNAPLEN", args.snaplen),
@@ -48,4 +39,76 @@ pub(crate) fn run(args: &Capture) -> Result<ExitCode, Failure> {
         );
     }
     Err(run::exec(command))
+}
+
+/// Replaces or creates a file with these contents. The earlier file remains if that fails. A device, a FIFO, a symbolic link or a folder
+/// is never replaced.
+///
+/// The file is created before the program starts, not at the first packet: errors are reported early, no other user can create it in
+/// between, and a program without traffic leaves a capture without packets. It is going to contain the program's payload, so only this
+/// user may read it.
+fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(old) if !old.is_file() => {
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "not a regular file, so it is not replaced",
+            ));
+        }
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let new = path.with_file_name(format!(".anywarp-capture-{}", std::process::id()));
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&new)?;
+    let renamed = file
+        .write_all(contents)
+        .and_then(|()| fs::rename(&new, path));
+    if renamed.is_err() {
+        // The first error is the one to report.
+        let _ = fs::remove_file(&new);
+    }
+    renamed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
+
+    #[test]
+    fn only_a_regular_file_is_replaced() {
+        let folder = env::temp_dir().join(format!("anywarp-replace-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let at = |name: &str| folder.join(name);
+        fs::write(at("old"), "old").unwrap();
+        fs::set_permissions(at("old"), fs::Permissions::from_mode(0o644)).unwrap();
+        for name in ["old", "new"] {
+            replace(&at(name), b"contents").unwrap();
+            assert_eq!(fs::read(at(name)).unwrap(), b"contents");
+            let mode = fs::metadata(at(name)).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
+        }
+        symlink(at("old"), at("link")).unwrap();
+        symlink(at("nothing"), at("dangling")).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, at("fifo"), rustix::fs::Mode::RUSR).unwrap();
+        for name in ["link", "dangling", "fifo", ""] {
+            assert!(replace(&at(name), b"more").is_err(), "{name}");
+        }
+        assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
+        assert!(fs::symlink_metadata(at("dangling")).unwrap().is_symlink());
+        assert!(
+            fs::symlink_metadata(at("fifo"))
+                .unwrap()
+                .file_type()
+                .is_fifo()
+        );
+        assert_eq!(fs::read(at("old")).unwrap(), b"contents");
+        let left = fs::read_dir(&folder).unwrap().count();
+        assert_eq!(left, 5, "a temporary file is left");
+        fs::remove_dir_all(&folder).unwrap();
+    }
 }

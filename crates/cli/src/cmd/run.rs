@@ -155,7 +155,10 @@ pub(crate) fn find(name: &OsStr) -> Result<PathBuf, Failure> {
                 path,
                 io::Error::from(io::ErrorKind::IsADirectory),
             )),
-            Ok(_) => Ok(path),
+            Ok(_) => match rustix::fs::access(&path, rustix::fs::Access::EXEC_OK) {
+                Ok(()) => Ok(path),
+                Err(e) => Err(Failure::NotExecutable(path, e.into())),
+            },
             Err(_) => Err(not_found()),
         };
     }
@@ -253,6 +256,10 @@ mod tests {
         assert!(matches!(
             find(OsStr::new("/no/such/file")),
             Err(Failure::NotFound(_))
+        ));
+        assert!(matches!(
+            find(OsStr::new("/etc/passwd")),
+            Err(Failure::NotExecutable(..))
         ));
         assert!(matches!(
             find(OsStr::new("/")),
