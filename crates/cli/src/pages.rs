@@ -94,7 +94,7 @@ impl Maker<'_> {
             let generated = match *words {
                 ["command"] => command(stem)?,
                 ["subcommand", sub] => subcommand(stem, sub)?,
-                ["environment"] => variables().to_roff(),
+                ["environment"] => breakable(&variables().to_roff()),
                 ["declare", header, ref names @ ..] => self.declare(header, names)?,
                 ["functions", header] => self.list(header)?,
                 ["example", program] => self.example(program)?,
@@ -196,7 +196,8 @@ fn declarations(header: &str) -> Vec<(&str, Vec<&str>)> {
 
 /// Returns the sections NAME to SUBCOMMANDS of a page, `anywarp` or `anywarp-SUBCOMMAND`, from the command's help text.
 fn command(page: &str) -> io::Result<String> {
-    let mut root = Cli::command();
+    // The subcommand `help` has no page.
+    let mut root = Cli::command().disable_help_subcommand(true);
     root.build();
     let command = match page.strip_prefix("anywarp-") {
         Some(sub) => root.find_subcommand(sub),
@@ -237,6 +238,19 @@ fn subcommand(page: &str, sub: &str) -> io::Result<String> {
     let title = format!(".SH \"{} {sub}\"", page.replace('-', " ")).to_uppercase();
     Ok(text(about)?.replacen(".SH DESCRIPTION", &title, 1)
         + &text(options)?.replacen(".SH OPTIONS", ".SS Options", 1))
+}
+
+/// Allows a line to end after each comma of lists without spaces, which may be longer than a line.
+fn breakable(roff: &str) -> String {
+    let mut out = String::with_capacity(roff.len());
+    let mut rest = roff.chars().peekable();
+    while let Some(c) = rest.next() {
+        out.push(c);
+        if c == ',' && rest.peek().is_some_and(char::is_ascii_alphanumeric) {
+            out.push_str("\\:");
+        }
+    }
+    out
 }
 
 /// Returns the environment variables as a tagged list.
@@ -281,6 +295,8 @@ mod tests {
                 assert!(pages[name].contains(variable.name), "{name}: {variable:?}");
             }
         }
+        assert!(!pages["man1/anywarp.1"].contains("help(1)"));
+        assert!(pages["man7/anywarp.7"].contains("loss=0.01,\\:dup=0.01,"));
         for (name, page) in &pages {
             // A page may document several functions, and the pages of the others refer to it.
             let named = page.contains(".SH NAME") || page.starts_with(".so man3/");

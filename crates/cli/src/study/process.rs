@@ -245,11 +245,21 @@ impl Ended {
         if status.success() {
             return Ok(text);
         }
-        let last = text.lines().rev().find(|line| !line.trim().is_empty());
-        Err(last
+        Err(reason(&text)
             .unwrap_or("the program failed without a message")
             .to_owned())
     }
+}
+
+/// Returns the line of error messages that says why a program failed: the first one that begins with "error", or else the first one.
+/// Lines after it are often hints, such as how to get help.
+fn reason(text: &str) -> Option<&str> {
+    let mut lines = text.lines().filter(|line| !line.trim().is_empty());
+    let is_error = |line: &&str| {
+        let word = line.trim_start().get(..5);
+        word.is_some_and(|word| word.eq_ignore_ascii_case("error"))
+    };
+    lines.clone().find(is_error).or_else(|| lines.next())
 }
 
 /// The text of a pipe, which a thread reads.
@@ -339,6 +349,18 @@ mod tests {
     use super::*;
     use std::os::unix::process::ExitStatusExt;
     use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn the_reason_of_a_failure_is_not_the_hint_after_it() {
+        let clap = "\nerror: unexpected argument '--x' found\n\nUsage: y\n\nFor more information, try '--help'.\n";
+        assert_eq!(reason(clap), Some("error: unexpected argument '--x' found"));
+        assert_eq!(
+            reason("reading\nError: no peer\nusage\n"),
+            Some("Error: no peer")
+        );
+        assert_eq!(reason(" \nfirst\nsecond\n"), Some("first"));
+        assert_eq!(reason("\n"), None);
+    }
 
     #[test]
     fn an_output_that_does_not_fit_into_a_pipe_is_returned() {
