@@ -8,6 +8,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anywarp_core::pcapng;
+use rustix::fs::FileType;
+use rustix::io::Errno;
 
 use super::{Failure, run};
 use crate::cli::Capture;
@@ -48,15 +50,17 @@ pub(crate) fn run(args: &Capture) -> Result<ExitCode, Failure> {
 /// between, and a program without traffic leaves a capture without packets. It is going to contain the program's payload, so only this
 /// user may read it.
 fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
-    match fs::symlink_metadata(path) {
-        Ok(old) if !old.is_file() => {
+    // Not `fs::symlink_metadata`, which needs a newer glibc than other functions.
+    match rustix::fs::lstat(path) {
+        Ok(old) if FileType::from_raw_mode(old.st_mode).is_file() => {}
+        Ok(_) => {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
                 "not a regular file, so it is not replaced",
             ));
         }
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
+        Err(Errno::NOENT) => {}
+        Err(e) => return Err(e.into()),
     }
     let new = path.with_file_name(format!(".anywarp-capture-{}", std::process::id()));
     let mut file = fs::OpenOptions::new()
