@@ -256,11 +256,14 @@ fn breakable(roff: &str) -> String {
 /// Returns the environment variables as a tagged list.
 fn variables() -> Roff {
     let mut roff = Roff::new();
+    // A line of a list without spaces cannot be adjusted to the right margin.
+    roff.control("na", []);
     for variable in VARIABLES {
         roff.control("TP", []);
         roff.text([bold(variable.name), roman("="), italic(variable.value)]);
         roff.text([roman(variable.text)]);
     }
+    roff.control("ad", []);
     roff
 }
 
