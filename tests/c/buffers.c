@@ -501,6 +501,61 @@ static const char *pool(size_t arg)
 	return awbuf_release(&out[0], 0) ? "release" : NULL;
 }
 
+/* Memory of the pool that is not in use serves buffers of any size. */
+static const char *pool_sizes(size_t arg)
+{
+	enum { N = 16 };
+	struct awbuf_buffer large[N], small[N], out;
+	struct awbuf_stats stats;
+	struct awbuf *buffers;
+	uint8_t *at = mapped(N * MIB);
+
+	(void)arg;
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = MIB, .pool_bytes = N * MIB, .flags = AWBUF_NO_CACHE });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	fill(at, N * MIB, 5);
+	for (int turn = 0; turn < 3; turn++) {
+		for (size_t i = 0; i < N; i++) {
+			ENSURE(!awbuf_get_send(buffers, at + i * MIB, MIB, 0, &large[i]), "get_send: %s", strerror(errno));
+			ENSURE(large[i].how == AWBUF_COPIED, "turn %d: buffer %zu of 1 MiB is %d", turn, i, large[i].how);
+			ENSURE(!memcmp(large[i].addr, at + i * MIB, MIB), "turn %d: buffer %zu has other data", turn, i);
+		}
+		ENSURE(!awbuf_get_send(buffers, at, 64, 0, &out) && out.how == AWBUF_REGISTERED, "more is in use than the limit allows");
+		ENSURE(!awbuf_release(&out, 0), "release");
+		for (size_t i = 0; i < N; i++)
+			ENSURE(!awbuf_release(&large[i], 0), "release");
+		/* 1, 4, 16 and 64 KiB. */
+		for (size_t i = 0; i < N; i++) {
+			ENSURE(!awbuf_get_send(buffers, at + i * MIB, KIB << i % 4 * 2, 0, &small[i]), "get_send: %s", strerror(errno));
+			ENSURE(small[i].how == AWBUF_COPIED, "turn %d: buffer %zu of %zu is %d", turn, i, small[i].length, small[i].how);
+		}
+		for (size_t i = 0; i < N; i++) {
+			ENSURE(!memcmp(small[i].addr, at + i * MIB, small[i].length), "turn %d: buffer %zu has other data", turn, i);
+			ENSURE(!awbuf_release(&small[i], 0), "release");
+		}
+	}
+	stats = stats_of(buffers);
+	ENSURE(stats.pool_bytes <= N * MIB && !stats.in_use, "%" PRIu64 " bytes, %" PRIu64 " in use", stats.pool_bytes, stats.in_use);
+	ENSURE(!awbuf_close(buffers), "awbuf_close: %s", strerror(errno));
+	forget(buffers);
+	/* Slabs of small buffers make room for a large one, and a small buffer uses a larger one that is free. */
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = MIB, .pool_bytes = MIB, .flags = AWBUF_NO_CACHE });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	for (size_t i = 0; i < 4; i++)
+		ENSURE(!awbuf_get_send(buffers, at + i * MIB, 256 * KIB, 0, &small[i]) && small[i].how == AWBUF_COPIED, "buffer %zu", i);
+	for (size_t i = 0; i < 4; i++)
+		ENSURE(!awbuf_release(&small[i], 0), "release");
+	ENSURE(!awbuf_get_send(buffers, at, MIB, 0, &large[0]) && large[0].how == AWBUF_COPIED, "1 MiB is %d", large[0].how);
+	ENSURE(!awbuf_release(&large[0], 0), "release");
+	ENSURE(!awbuf_get_send(buffers, at, 64 * KIB, 0, &small[0]) && small[0].how == AWBUF_COPIED, "64 KiB is %d", small[0].how);
+	ENSURE(!awbuf_get_send(buffers, at, 64, 0, &small[1]) && small[1].how == AWBUF_COPIED, "64 bytes beside 64 KiB is %d", small[1].how);
+	ENSURE(!awbuf_release(&small[0], 0) && !awbuf_release(&small[1], 0), "release");
+	ENSURE(stats_of(buffers).pool_bytes == MIB, "%" PRIu64 " bytes", stats_of(buffers).pool_bytes);
+	munmap(at, N * MIB);
+	return NULL;
+}
+
 /* Closing the manager ends all registrations. */
 static const char *all_end(size_t arg)
 {
@@ -634,6 +689,37 @@ static const char *pieces(size_t threads)
 		ENSURE(!stats_of(from).in_use, "pieces are in use after the end");
 	}
 	munmap(src, len);
+	return NULL;
+}
+
+/* A piece that could not be prepared is tried again. */
+static const char *piece_again(size_t threads)
+{
+	struct awbuf_pieces *pieces;
+	struct awbuf_buffer out;
+	struct awbuf *buffers;
+	uint8_t *at = mapped(4 * MIB);
+
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 4096, .threads = (unsigned int)threads, .flags = AWBUF_NO_CACHE });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	ENSURE(!munmap(at + MIB, MIB), "munmap: %s", strerror(errno));
+	pieces = awbuf_pieces_begin(buffers, at, 4 * MIB, AWBUF_SEND, 0);
+	ENSURE(pieces, "awbuf_pieces_begin: %s", strerror(errno));
+	for (size_t i = 0; i < 4; i++) {
+		if (i == 1) {
+			for (int turn = 0; turn < 2; turn++)
+				ENSURE(awbuf_pieces_next(pieces, &out) == -1 && errno == EFAULT, "turn %d: an unmapped piece: %s", turn,
+				       strerror(errno));
+			ENSURE(mmap(at + MIB, MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at + MIB,
+			       "mmap: %s", strerror(errno));
+		}
+		ENSURE(awbuf_pieces_next(pieces, &out) == 1, "piece %zu: %s", i, strerror(errno));
+		ENSURE(out.addr == at + i * MIB, "piece %zu is at another address", i);
+		ENSURE(!awbuf_release(&out, 0), "release");
+	}
+	ENSURE(!awbuf_pieces_next(pieces, &out) && !awbuf_pieces_end(pieces), "end");
+	munmap(at, 4 * MIB);
 	return NULL;
 }
 
@@ -840,7 +926,7 @@ static const char *full(size_t arg)
 		found += out.how == AWBUF_KEPT;
 		ENSURE(!awbuf_release(&out, 0), "release");
 	}
-	ENSURE(found >= 2, "another manager keeps nothing: %d of 3 uses", found);
+	ENSURE(found == 3, "another manager keeps nothing: %d of 3 uses", found);
 	ENSURE(stats_of(first).evicted == 1 && stats_of(first).cached == n - 1, "%" PRIu64 " were ended for it", stats_of(first).evicted);
 	munmap(at, (n + 1) * page);
 	return NULL;
@@ -1059,10 +1145,13 @@ static const struct test tests[] = {
 	{ "in_use", in_use, 0, 0, false },
 	{ "limits", limits, 0, 0, false },
 	{ "pool", pool, 0, 0, false },
+	{ "pool_sizes", pool_sizes, 0, 0, false },
 	{ "all_end", all_end, 0, 0, false },
 	{ "errors", errors, 0, 0, false },
 	{ "pieces_1", pieces, 1, 0, false },
 	{ "pieces_4", pieces, 4, 0, false },
+	{ "piece_again_1", piece_again, 1, 0, false },
+	{ "piece_again_4", piece_again, 4, 0, false },
 	{ "threads", threads, 0, 0, false },
 	{ "close_waits", waits, BY_CLOSE, 0, false },
 	{ "invalidate_waits", waits, BY_INVALIDATE, 0, false },

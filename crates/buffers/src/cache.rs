@@ -192,9 +192,14 @@ pub(crate) unsafe fn keep(
         lock(&TABLE).postpone(wanted);
         return Ok(None);
     }
-    let reserved = lock(&TABLE).reserve(wanted, watched, watch, limit);
+    let reserve = || lock(&TABLE).reserve(wanted, watched, watch, limit);
+    let mut reserved = reserve();
+    if let Err(Some(until)) = reserved {
+        end_dead_until(until);
+        reserved = reserve();
+    }
     end_dead();
-    let Some((id, access)) = reserved else {
+    let Ok((id, access)) = reserved else {
         return Ok(None);
     };
     let (start, len) = (wanted.range.start as u64, wanted.range.len());

@@ -133,14 +133,14 @@ impl Pieces {
         lock(&self.shared.slots).len()
     }
 
-    /// Returns the next piece, or `None` after the last.
+    /// Returns the next piece, or `None` after the last. After an error, the next call tries the same piece again.
     ///
     /// # Errors
     ///
     /// The errors of [`Manager::send`], for this piece. EPERM in a forked child.
     #[expect(
         clippy::should_implement_trait,
-        reason = "the C function has this name, and adaptors of iterators would continue after an error"
+        reason = "the C function has this name, and adaptors of iterators would try the same piece again without end after an error"
     )]
     pub fn next(&mut self) -> Option<Result<Buffer, c_int>> {
         if fork::is_child() {
@@ -151,10 +151,9 @@ impl Pieces {
             return None;
         }
         let index = self.next;
-        self.next += 1;
         let helpers = self.shared.inner.settings.threads.saturating_sub(1);
-        self.asked = self.asked.max(self.next);
-        while helpers > 0 && self.asked < count.min(self.next + helpers) {
+        self.asked = self.asked.max(index + 1);
+        while helpers > 0 && self.asked < count.min(index + 1 + helpers) {
             ask(helpers, &self.shared, self.asked);
             self.asked += 1;
         }
@@ -162,8 +161,16 @@ impl Pieces {
         let mut slots = lock(&self.shared.slots);
         loop {
             match slots.get_mut(index) {
-                Some(slot @ Slot::Ready(_)) => {
+                Some(slot @ Slot::Ready(Ok(_))) => {
+                    self.next += 1;
                     return match std::mem::replace(slot, Slot::Over) {
+                        Slot::Ready(ready) => Some(ready),
+                        _ => None,
+                    };
+                }
+                Some(slot @ Slot::Ready(Err(_))) => {
+                    // The next call tries this piece again.
+                    return match std::mem::replace(slot, Slot::Open) {
                         Slot::Ready(ready) => Some(ready),
                         _ => None,
                     };

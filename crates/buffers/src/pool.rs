@@ -26,7 +26,8 @@ pub(crate) struct Pool {
 
 #[derive(Debug, Default)]
 struct State {
-    slabs: Vec<Slab>,
+    /// `None`: the slab was ended, and another one may take its place.
+    slabs: Vec<Option<Slab>>,
     bytes: usize,
     /// The free buffers of each size.
     free: [Vec<FreeBuffer>; CLASSES.len()],
@@ -34,9 +35,13 @@ struct State {
 
 #[derive(Debug)]
 struct Slab {
+    /// The number of its buffers that are in use.
+    used: usize,
+    /// The size of its buffers, by index.
+    class: usize,
     /// Dropped before the memory that it covers, because fields are dropped in order of declaration.
-    _region: Region,
-    _bytes: Box<[u8]>,
+    region: Region,
+    bytes: Box<[u8]>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -44,6 +49,113 @@ struct FreeBuffer {
     addr: u64,
     lkey: u32,
     rkey: u32,
+    /// The index of its slab.
+    slab: usize,
+}
+
+impl State {
+    /// Adds a slab with buffers of a size. Returns whether it was registered.
+    fn add(&mut self, pd: *mut ffi::ibv_pd, access: u32, class: usize, len: usize) -> bool {
+        // `vec!` may return pages that are not resident. A write to each page makes it resident.
+        let mut bytes = vec![0u8; len].into_boxed_slice();
+        for page in bytes.chunks_mut(4096) {
+            if let Some(first) = page.first_mut() {
+                *first = 0;
+                std::hint::black_box(first);
+            }
+        }
+        let addr = bytes.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: the pool's owner keeps the domain live, and the bytes are dropped after the region.
+        let Ok(region) = (unsafe { Region::new(pd, addr, len, access) }) else {
+            return false;
+        };
+        let slab = Some(Slab {
+            used: 0,
+            class,
+            region,
+            bytes,
+        });
+        let index = match self.slabs.iter().position(Option::is_none) {
+            Some(index) => index,
+            None => {
+                self.slabs.push(None);
+                self.slabs.len() - 1
+            }
+        };
+        if let Some(place) = self.slabs.get_mut(index) {
+            *place = slab;
+        }
+        self.bytes += len;
+        self.divide(index, class);
+        true
+    }
+
+    /// Divides an idle slab into free buffers of a size.
+    fn divide(&mut self, index: usize, class: usize) {
+        let (Some(Some(slab)), Some(size)) = (self.slabs.get_mut(index), CLASSES.get(class)) else {
+            return;
+        };
+        if let Some(free) = self.free.get_mut(slab.class) {
+            free.retain(|buffer| buffer.slab != index);
+        }
+        slab.class = class;
+        let addr = slab.bytes.as_mut_ptr().expose_provenance() as u64;
+        let (lkey, rkey) = (slab.region.lkey(), slab.region.rkey());
+        if let Some(free) = self.free.get_mut(class) {
+            free.extend((0..slab.bytes.len() / size).rev().map(|i| FreeBuffer {
+                addr: addr + (i * size) as u64,
+                lkey,
+                rkey,
+                slab: index,
+            }));
+        }
+    }
+
+    /// Returns the indices and lengths of the slabs whose buffers are all free.
+    fn idle(&self) -> impl Iterator<Item = (usize, usize)> {
+        let slabs = self.slabs.iter().enumerate();
+        slabs.filter_map(|(index, slab)| {
+            let slab = slab.as_ref().filter(|slab| slab.used == 0)?;
+            Some((index, slab.bytes.len()))
+        })
+    }
+
+    /// Ends an idle slab.
+    fn end(&mut self, index: usize) {
+        let Some(slab) = self.slabs.get_mut(index).and_then(Option::take) else {
+            return;
+        };
+        self.bytes -= slab.bytes.len();
+        if let Some(free) = self.free.get_mut(slab.class) {
+            free.retain(|buffer| buffer.slab != index);
+        }
+    }
+
+    /// Provides free buffers of a size, of which there are none, if possible: those of a new slab, or else those of slabs of other sizes
+    /// that are not in use. So a program that has used buffers of one size gets others.
+    fn provide(&mut self, pd: *mut ffi::ibv_pd, access: u32, class: usize, most: usize) {
+        let len = CLASSES.get(class).map_or(SLAB, |size| SLAB.max(*size));
+        if self.bytes + len <= most && self.add(pd, access, class, len) {
+            return;
+        }
+        // The registration of a slab that is long enough remains.
+        let long = self.idle().filter(|(_, other)| *other >= len);
+        if let Some((index, _)) = long.min_by_key(|(_, other)| *other) {
+            self.divide(index, class);
+            return;
+        }
+        let idle: usize = self.idle().map(|(_, len)| len).sum();
+        if self.bytes - idle + len > most {
+            return;
+        }
+        while self.bytes + len > most {
+            let Some((index, _)) = self.idle().next() else {
+                return;
+            };
+            self.end(index);
+        }
+        self.add(pd, access, class, len);
+    }
 }
 
 /// A buffer of a pool, which is released when this is dropped.
@@ -70,43 +182,26 @@ impl Pool {
         lock(&self.state).bytes
     }
 
-    /// Returns a buffer for `len` bytes. `None` if `len` is too large, if all buffers are in use and the limit is reached,
-    /// or if registration fails.
+    /// Returns a buffer for `len` bytes, which may be larger. `None` if `len` is too large, if all buffers that are large enough are in
+    /// use and the limit is reached, or if registration fails.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Option<Piece> {
         let class = CLASSES.iter().position(|c| *c >= len)?;
-        let size = *CLASSES.get(class)?;
         let mut state = lock(&self.state);
         let state = &mut *state;
-        let free = state.free.get_mut(class)?;
-        let slab = SLAB.max(size);
-        if free.is_empty() && state.bytes + slab <= self.most {
-            // `vec!` may return pages that are not resident. A write to each page makes it resident.
-            let mut bytes = vec![0u8; slab].into_boxed_slice();
-            for page in bytes.chunks_mut(4096) {
-                if let Some(first) = page.first_mut() {
-                    *first = 0;
-                    std::hint::black_box(first);
-                }
-            }
-            let addr = bytes.as_mut_ptr().expose_provenance() as u64;
-            // SAFETY: the pool's owner keeps the domain live, and the bytes are dropped after the region.
-            let region = unsafe { Region::new(self.pd.0, addr, slab, self.access) }.ok()?;
-            let (lkey, rkey) = (region.lkey(), region.rkey());
-            free.extend((0..slab / size).rev().map(|i| FreeBuffer {
-                addr: addr + (i * size) as u64,
-                lkey,
-                rkey,
-            }));
-            state.bytes += slab;
-            state.slabs.push(Slab {
-                _region: region,
-                _bytes: bytes,
-            });
+        if state.free.get(class)?.is_empty() {
+            state.provide(self.pd.0, self.access, class, self.most);
+        }
+        let larger = state.free.iter_mut().enumerate().skip(class);
+        let (class, buffer) = larger
+            .filter_map(|(class, free)| Some((class, free.pop()?)))
+            .next()?;
+        if let Some(Some(slab)) = state.slabs.get_mut(buffer.slab) {
+            slab.used += 1;
         }
         Some(Piece {
             pool: Arc::clone(self),
             class,
-            buffer: free.pop()?,
+            buffer,
         })
     }
 }
@@ -141,7 +236,11 @@ impl Drop for Piece {
         if fork::is_child() {
             return;
         }
-        if let Some(free) = lock(&self.pool.state).free.get_mut(self.class) {
+        let mut state = lock(&self.pool.state);
+        if let Some(Some(slab)) = state.slabs.get_mut(self.buffer.slab) {
+            slab.used -= 1;
+        }
+        if let Some(free) = state.free.get_mut(self.class) {
             free.push(self.buffer);
         }
     }

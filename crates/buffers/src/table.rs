@@ -219,15 +219,19 @@ impl Table {
     }
 
     /// Adds an entry for memory that is about to be registered, and starts watching its pages if required. `watch` is set if
-    /// any memory is watched. Returns the entry and the rights to register with, or `None` if there is no room or another
-    /// thread is registering the same memory.
+    /// any memory is watched. Returns the entry and the rights to register with.
+    ///
+    /// # Errors
+    ///
+    /// The registrations to wait for if the entry has room when they have ended; `None` if there is no room, or if another thread is
+    /// registering the same memory.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,
         watched: bool,
         watch: Option<&Watch>,
         limit: usize,
-    ) -> Option<(u64, u32)> {
+    ) -> Result<(u64, u32), Option<Until>> {
         let Range { start, end } = wanted.range;
         let overlap = |e: &Entry| e.owner == wanted.owner && e.start < end && start < e.end;
         if wanted.range.len() > limit
@@ -236,7 +240,7 @@ impl Table {
                 .iter()
                 .any(|e| overlap(e) && e.region.is_none())
         {
-            return None;
+            return Err(None);
         }
         let mut access = wanted.access;
         while let Some(at) = self.entries.iter().position(overlap) {
@@ -257,16 +261,18 @@ impl Table {
             }
             // All owners share the capacity of the list.
             let idle = |e: &&Entry| (full || e.owner == wanted.owner) && e.uses == 0;
-            let oldest = self.entries.iter().filter(idle).min_by_key(|e| e.tick)?.id;
+            let oldest = self.entries.iter().filter(idle).min_by_key(|e| e.tick);
+            let (oldest, owner) = oldest.map(|e| (e.id, e.owner)).ok_or(None)?;
             let before = self.entries.len() + self.detached.len() + self.dead.len();
             self.evict(oldest, watch);
             // A dead entry uses its slot until its registration has ended.
             if before >= MOST {
-                return None;
+                return Err(Some(self.until(owner)));
             }
         }
         if watched {
-            watch?.add(&pages(&wanted.range)).ok()?;
+            let watch = watch.ok_or(None)?;
+            watch.add(&pages(&wanted.range)).map_err(|_| None)?;
         }
         let id = self.next;
         self.next += 1;
@@ -288,7 +294,7 @@ impl Table {
         wanted.counters.bytes.fetch_add(end - start, Relaxed);
         let at = self.place(wanted.owner, start);
         self.entries.insert(at, entry);
-        Some((id, access))
+        Ok((id, access))
     }
 
     /// Sets the registration of a reserved entry. If the memory has changed meanwhile, the entry is detached, and its
