@@ -260,8 +260,8 @@ fn run_examples(work: &Path) -> Result<bool> {
         format!("-L{}", lib.display()),
         format!("-Wl,-rpath,{}", lib.display()),
     ];
-    linked.extend(linked_above("exs"));
-    linked.extend(linked_above("anywarp-buffers"));
+    let by_pkg_config = [with_pkg_config("exs")?, with_pkg_config("anywarp-buffers")?].concat();
+    linked.extend(by_pkg_config);
     let mut all = true;
     for entry in fs::read_dir(sh::root().join("docs/man/examples"))? {
         let source = entry?.path();
@@ -470,6 +470,20 @@ fn linked_above(library: &str) -> Vec<String> {
         format!("-Wl,-rpath,{}", dist.join("lib").display()),
         format!("-l{library}"),
     ]
+}
+
+/// Returns the compiler arguments that pkg-config prints for a library of the distribution.
+fn with_pkg_config(library: &str) -> Result<Vec<String>> {
+    let output = Command::new("pkg-config")
+        .env("PKG_CONFIG_PATH", sh::dist().join("lib/pkgconfig"))
+        .args(["--cflags", "--libs", library])
+        .output()?;
+    if !output.status.success() {
+        let error = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("pkg-config {library}: {error}").into());
+    }
+    let text = String::from_utf8(output.stdout)?;
+    Ok(text.split_whitespace().map(str::to_owned).collect())
 }
 
 /// Like [`build`], for any source file.

@@ -164,7 +164,7 @@ fn library_above(library: &Above, built: &Path, new: &Path, work: &Path) -> Resu
     let needed: Vec<String> = library.needs.iter().map(|n| format!("lib{n}")).collect();
     let pc = format!(
         "prefix=${{pcfiledir}}/../..\n\nName: {name}\nDescription: {}\nVersion: {}\n\
-         Requires.private: {}\nCflags: -I${{prefix}}/include\nLibs: -L${{prefix}}/lib -l{name}\n",
+         Requires.private: {}\nCflags: -I${{prefix}}/include\nLibs: -L${{prefix}}/lib -l{name}{RUN_PATH}\n",
         library.description,
         env!("CARGO_PKG_VERSION"),
         needed.join(" ")
@@ -172,6 +172,9 @@ fn library_above(library: &Above, built: &Path, new: &Path, work: &Path) -> Resu
     fs::write(lib.join(format!("pkgconfig/{name}.pc")), pc)?;
     Ok(())
 }
+
+/// The end of the linker arguments in the pkg-config files of libexs and libanywarp-buffers: programs find the library in any prefix.
+pub const RUN_PATH: &str = " -Wl,-rpath,${prefix}/lib";
 
 /// Writes the pkg-config file of `<infiniband/anywarpdv.h>`. A program that uses the header is linked with anywarp's
 /// libibverbs and finds it at run time.
