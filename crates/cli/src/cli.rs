@@ -48,8 +48,8 @@ pub(crate) enum Command {
     /// poll without a pause, and leave no processor to the other end of a transfer. `anywarp env` does not print this
     /// variable.
     ///
-    /// This does not work for a statically linked program, a program of another architecture and a set-user-ID program
-    /// that gains privileges; for these a warning is printed.
+    /// This does not work for a statically linked program, a program of another architecture and a program that gains
+    /// privileges by set-user-ID or file capabilities; for these a warning is printed.
     Run(Run),
 
     /// Run a program like `anywarp run`, and write its network traffic to a file
@@ -75,8 +75,8 @@ pub(crate) enum Command {
     ///
     /// With the name of a program, of a Python package, or of a folder, the command reads the files
     /// of that program, package or folder without running any of them, and reports whether they will
-    /// find the device and how to start them. It detects static linking, set-user-ID, another C
-    /// library, a bundled libibverbs, and programs that start others without LD_PRELOAD.
+    /// find the device and how to start them. It detects static linking, set-user-ID, file
+    /// capabilities, another C library, a bundled libibverbs, and programs that start others without LD_PRELOAD.
     Doctor(Doctor),
 
     /// Measure latency: the two ends send messages to each other in turn

@@ -44,6 +44,10 @@ const NETLINK: &str = "NETLINK_RDMA";
 /// A function of libibverbs that every program calls.
 const VERBS: &[u8] = b"ibv_open_device";
 
+/// Advice for a program with file capabilities.
+const CAPABLE: &str =
+    "install the package anywarp-system, or run a copy of the file: a copy has no capabilities";
+
 /// The facts in an ELF file.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Facts {
@@ -86,6 +90,14 @@ fn program(name: &OsStr, path: &Path, library: &Library) -> Vec<Line> {
     }
     let runs = crate::elf::interpreter_of(path);
     if runs != path {
+        if !runs.is_file() {
+            lines.push(Line::fail(
+                "interpreter",
+                format!("{} is not on this machine", runs.display()),
+                "install it, or correct the first line of the script",
+            ));
+            return lines;
+        }
         lines.push(Line::ok("interpreter", runs.display().to_string()));
     }
     for obstacle in obstacles(path, &library.verbs()) {
@@ -96,20 +108,22 @@ fn program(name: &OsStr, path: &Path, library: &Library) -> Vec<Line> {
             Obstacle::Privileged(_) => {
                 "install the package anywarp-system, or run the program as its owner"
             }
+            Obstacle::Capable(_) => CAPABLE,
             Obstacle::OtherMachine(_) => "install anywarp for that architecture",
         };
         lines.push(Line::fail("loading", obstacle.to_string(), advice));
     }
-    if has_capabilities(&runs) {
-        lines.push(Line::fail(
+    if rustix::process::getuid().is_root() && has_capabilities(&runs) {
+        lines.push(Line::warn(
             "loading",
-            "the file has capabilities: the loader ignores LD_PRELOAD for it",
-            "install the package anywarp-system, or run a copy of the file: a copy has no capabilities",
+            "the file has capabilities: for other users than root the loader ignores LD_PRELOAD",
+            CAPABLE,
         ));
     }
     let Some(facts) = read(&runs) else {
         return lines;
     };
+    let is_library = facts.interpreter.is_none();
     if let Some(loader) = &facts.interpreter {
         lines.push(loader_line(loader));
     }
@@ -117,7 +131,11 @@ fn program(name: &OsStr, path: &Path, library: &Library) -> Vec<Line> {
     if lines.iter().all(|line| !line.is_fail()) {
         lines.push(Line::ok(
             "how",
-            format!("anywarp run -- {}", name.to_string_lossy()),
+            if is_library {
+                "anywarp run -- PROGRAM, which loads this library".to_owned()
+            } else {
+                format!("anywarp run -- {}", name.to_string_lossy())
+            },
         ));
     }
     lines
