@@ -138,6 +138,13 @@ fn check_faults(spec: &OsStr) -> Result<OsString, Failure> {
     };
     let file = Path::new(OsStr::from_bytes(file));
     let unreadable = |e: io::Error| Failure::Faults(format!("{}: {e}", file.display()));
+    // The device reads the file again, in each process that opens it.
+    if !file.metadata().map_err(unreadable)?.is_file() {
+        return Err(Failure::Faults(format!(
+            "{}: not a regular file, but the device has to read it again",
+            file.display()
+        )));
+    }
     let text = std::fs::read_to_string(file).map_err(unreadable)?;
     parse(&format!("{}, ", file.display()), &text)?;
     let mut full = OsString::from("@");
@@ -193,6 +200,10 @@ mod tests {
             text.ends_with("\n  seed=1;op=send -> explode\n                    ^"),
             "{text}"
         );
+        assert!(why("@/dev/null").starts_with("--faults: /dev/null: not a regular file"));
+        let (reader, _writer) = io::pipe().unwrap();
+        let pipe = std::os::fd::AsRawFd::as_raw_fd(&reader);
+        assert!(why(&format!("@/proc/self/fd/{pipe}")).contains("not a regular file"));
         assert!(why("@/no/such/file").starts_with("--faults: /no/such/file: No such file"));
     }
 
