@@ -6,7 +6,7 @@
 )]
 
 use std::io;
-use std::net::{TcpListener, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -139,6 +139,59 @@ pub(crate) fn tcp_user_timeout() -> io::Result<()> {
         libc::TCP_USER_TIMEOUT,
         1000,
     )
+}
+
+/// An interface, or one address of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Interface {
+    /// Its address. Each interface also has an entry without one.
+    pub(crate) ip: Option<IpAddr>,
+    pub(crate) up: bool,
+    pub(crate) loopback: bool,
+}
+
+/// Returns the interfaces in the network namespace of this process, and their addresses.
+pub(crate) fn interfaces() -> io::Result<Vec<Interface>> {
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    // SAFETY: the call writes the head of a list that it allocates.
+    result(unsafe { libc::getifaddrs(&raw mut list) })?;
+    let mut found = Vec::new();
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: not null, and an element of the list.
+        let entry = unsafe { &*at };
+        at = entry.ifa_next;
+        let has = |flag: libc::c_int| entry.ifa_flags & flag.cast_unsigned() != 0;
+        found.push(Interface {
+            ip: ip_of(entry.ifa_addr),
+            up: has(libc::IFF_UP),
+            loopback: has(libc::IFF_LOOPBACK),
+        });
+    }
+    // SAFETY: the list came from getifaddrs and is freed once.
+    unsafe { libc::freeifaddrs(list) };
+    Ok(found)
+}
+
+/// Returns the IP address of an element of the list of getifaddrs.
+fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: not null, and each address begins with a family.
+    match i32::from(unsafe { (*address).sa_family }) {
+        libc::AF_INET => {
+            // SAFETY: an address of this family is a sockaddr_in.
+            let ip = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
+            Some(Ipv4Addr::from(u32::from_be(ip.sin_addr.s_addr)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: an address of this family is a sockaddr_in6.
+            let ip = unsafe { address.cast::<libc::sockaddr_in6>().read_unaligned() };
+            Some(Ipv6Addr::from(ip.sin6_addr.s6_addr).into())
+        }
+        _ => None,
+    }
 }
 
 /// Returns the number of processors of the machine, whichever of them this process is bound to.

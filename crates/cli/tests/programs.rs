@@ -84,3 +84,18 @@ fn doctor_reports_a_missing_interpreter() {
         "{found}"
     );
 }
+
+#[test]
+fn an_address_of_another_machine_is_refused() {
+    let folder = Folder::new("address");
+    for command in ["run", "capture"] {
+        let (status, found) = folder.run(&[command, "--device-ip", "192.0.2.77", "true"]);
+        assert_eq!(status, Some(2), "{found}");
+        assert_eq!(
+            found,
+            "anywarp: --device-ip: 192.0.2.77 is not an address of this machine\n"
+        );
+    }
+    let (status, found) = folder.run(&["run", "--device-ip", "127.0.0.1", "true"]);
+    assert_eq!(status, Some(0), "{found}");
+}

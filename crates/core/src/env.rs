@@ -48,7 +48,8 @@ pub const VARIABLES: &[Variable] = &[
         text: "The IPv4 or IPv6 address of this machine that becomes GID 0, the address that most programs use. \
                When unset it is the first IPv4 address, or else the first IPv6 address, of an interface that is up \
                and not the loopback; on a machine without one, it is the loopback address. All other addresses \
-               follow as GID 1, 2 and so on; link-local addresses are left out.",
+               follow as GID 1, 2 and so on; link-local addresses are left out. A value that is no address, or that no \
+               interface has, is ignored with a warning in the log.",
     },
     Variable {
         name: "ANYWARP_PORTS",

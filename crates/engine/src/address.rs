@@ -66,6 +66,21 @@ pub(crate) fn listing() -> Option<Vec<Gid>> {
     Some(table)
 }
 
+/// A line for the log if `ANYWARP_ADDR` names an address that does not become GID 0.
+pub(crate) fn unused_address() -> Option<String> {
+    unused(config().address?, &listing()?)
+}
+
+fn unused(chosen: IpAddr, table: &[Gid]) -> Option<String> {
+    let first = table.first()?;
+    (first.ip != chosen).then(|| {
+        format!(
+            "ANYWARP_ADDR: no interface that is up has the address {chosen}, or it is link-local; GID 0 is {}",
+            first.ip
+        )
+    })
+}
+
 /// The only entry on a host without addresses.
 pub(crate) fn loopback() -> Gid {
     Gid {
@@ -109,6 +124,17 @@ mod tests {
         assert_eq!(lid("192.168.3.4"), 0x0304);
         assert_eq!(lid("10.0.0.0"), 1);
         assert!((0..=255).all(|c| lid(&format!("10.0.{c}.9")) < 0xc000));
+    }
+
+    #[test]
+    fn a_chosen_address_that_is_not_used_is_reported() {
+        let table = [loopback()];
+        assert_eq!(unused(Ipv4Addr::LOCALHOST.into(), &table), None);
+        let line = unused("192.0.2.1".parse().unwrap(), &table).unwrap();
+        assert_eq!(
+            line,
+            "ANYWARP_ADDR: no interface that is up has the address 192.0.2.1, or it is link-local; GID 0 is 127.0.0.1"
+        );
     }
 
     #[test]

@@ -211,7 +211,7 @@ impl Config {
                 Some("trace") => Level::Trace,
                 _ => Level::Off,
             },
-            address: text("ANYWARP_ADDR").and_then(|a| a.parse().ok()),
+            address: reader.address(),
             face: reader.choice(
                 "ANYWARP_FACE",
                 face_default,
@@ -280,6 +280,18 @@ struct Choices<'a> {
 }
 
 impl Choices<'_> {
+    /// The value of `ANYWARP_ADDR`.
+    fn address(&mut self) -> Option<IpAddr> {
+        let value = (self.text)("ANYWARP_ADDR")?;
+        let address = value.parse::<IpAddr>();
+        if address.is_err() {
+            self.warnings.push(format!(
+                "ANYWARP_ADDR: '{value}' is not an IP address, the default is used"
+            ));
+        }
+        address.ok().map(|ip| ip.to_canonical())
+    }
+
     /// The value of `ANYWARP_TRUNK`.
     fn trunk(&mut self) -> Option<TrunkUse> {
         let value = (self.text)("ANYWARP_TRUNK");
@@ -359,6 +371,27 @@ mod tests {
             ]
         );
         assert!(with(&[("ANYWARP_CARRIER", "")]).warnings.is_empty());
+    }
+
+    #[test]
+    fn an_address_that_is_none_is_reported() {
+        let of = |value| with(&[("ANYWARP_ADDR", value)]);
+        for value in ["pigeon", "10.0.0.1,10.0.0.2", "10.0.0.1/8", "fe80::1%lo"] {
+            let config = of(value);
+            assert_eq!(config.address, None);
+            assert_eq!(
+                config.warnings,
+                [format!(
+                    "ANYWARP_ADDR: '{value}' is not an IP address, the default is used"
+                )]
+            );
+        }
+        let own = Some(IpAddr::from([10, 0, 0, 1]));
+        assert_eq!(
+            [of("10.0.0.1").address, of("::ffff:10.0.0.1").address],
+            [own; 2]
+        );
+        assert!(of("fd00::1").warnings.is_empty() && of("").warnings.is_empty());
     }
 
     #[test]

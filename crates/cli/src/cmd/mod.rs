@@ -1,5 +1,6 @@
 //! The subcommands, one per file.
 
+pub(crate) mod address;
 mod capture;
 mod doctor;
 mod env;
@@ -47,6 +48,8 @@ pub(crate) enum Failure {
     NotExecutable(PathBuf, io::Error),
     /// The value of --faults is invalid, or its file cannot be read.
     Faults(String),
+    /// The value of --device-ip is not an address of this machine.
+    Address(String),
     /// The rules for sockets are invalid or cannot be read.
     Rules(String),
     /// The counters of a process cannot be read.
@@ -64,7 +67,7 @@ impl Failure {
             Self::NotFound(_) => 127,
             Self::NotExecutable(..) => 126,
             Self::Library(_) => 125,
-            Self::Faults(_) | Self::Rules(_) => 2,
+            Self::Faults(_) | Self::Address(_) | Self::Rules(_) => 2,
             Self::Write(..) | Self::Stat(_) => 1,
         })
     }
@@ -75,6 +78,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Library(missing) => missing.fmt(f),
             Self::Faults(why) => write!(f, "--faults: {why}"),
+            Self::Address(why) => write!(f, "--device-ip: {why}"),
             Self::Rules(why) | Self::Stat(why) => f.write_str(why),
             Self::NotFound(program) => write!(f, "{program}: program not found"),
             Self::NotExecutable(path, e) => {

@@ -11,7 +11,7 @@ use std::process::{Command, ExitCode};
 
 use anywarp_core::fault::Plan;
 
-use super::Failure;
+use super::{Failure, address};
 use crate::cli::{LogLevel, Run};
 use crate::elf;
 use crate::library::Library;
@@ -40,6 +40,9 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
         return Err(Failure::NotFound(String::new())); // clap requires a program
     };
     let faults = args.faults.as_deref().map(check_faults).transpose()?;
+    if let Some(ip) = args.device_ip {
+        address::check(ip).map_err(Failure::Address)?;
+    }
     let program = find(name)?;
     let library = Library::find().map_err(Failure::Library)?;
 
