@@ -158,7 +158,7 @@ pub(crate) fn run(args: &Doctor) -> Result<ExitCode, Failure> {
             for line in lines {
                 report.add(line);
             }
-            if usable && !args.no_self_test {
+            if usable && !args.no_self_test && checks::has_loopback() {
                 report.add(self_test::run(&library));
             }
         }

@@ -9,6 +9,7 @@ use clap::ValueEnum;
 
 use super::Line;
 use crate::cli::DeviceProfile;
+use crate::cmd::address;
 use crate::library::Library;
 use crate::sys;
 
@@ -32,7 +33,42 @@ pub(super) fn machine() -> Vec<Line> {
     lines.push(tcp_buffer("net.ipv4.tcp_wmem"));
     lines.push(congestion_control());
     lines.push(descriptors());
+    lines.extend(loopback(&sys::interfaces().unwrap_or_default()));
+    lines.extend(chosen_address(
+        &std::env::var("ANYWARP_ADDR").unwrap_or_default(),
+    ));
     lines
+}
+
+/// Returns whether data can be sent to this machine's own addresses: not if the loopback interface is down, as in a new network
+/// namespace.
+pub(super) fn has_loopback() -> bool {
+    sys::interfaces().map_or(true, |all| loopback(&all).is_none())
+}
+
+/// Checks that the loopback interface is up. `all`: the interfaces, or none if they are unknown.
+fn loopback(all: &[sys::Interface]) -> Option<Line> {
+    if all.is_empty() || all.iter().any(|i| i.loopback && i.up) {
+        return None;
+    }
+    Some(Line::fail(
+        "network",
+        "the interface lo is down: this machine cannot send to itself",
+        "ip link set lo up, as root of this network namespace; the self-test does not run without it",
+    ))
+}
+
+/// Checks the address that the environment selects for GID 0.
+fn chosen_address(value: &str) -> Option<Line> {
+    if value.is_empty() {
+        return None;
+    }
+    let why = address::check_variable(value).err()?;
+    Some(Line::fail(
+        "address",
+        format!("ANYWARP_ADDR: {why}: the device ignores it"),
+        "set it to an address of this machine, or unset it",
+    ))
 }
 
 /// Reads a kernel setting by its sysctl name.
@@ -268,8 +304,12 @@ fn congestion_control() -> Line {
 }
 
 fn descriptors() -> Line {
-    let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    let Some((soft, hard)) = open_files(&limits) else {
+    descriptors_of(&fs::read_to_string("/proc/self/limits").unwrap_or_default())
+}
+
+/// Checks the limit of open files in the text of /proc/self/limits.
+fn descriptors_of(limits: &str) -> Line {
+    let Some((soft, hard)) = open_files(limits) else {
         return Line::ok("open files", "no limit found");
     };
     let found = format!("{soft} (at most {hard})");
@@ -280,8 +320,13 @@ fn descriptors() -> Line {
     {
         Line::ok("open files", found)
     } else {
-        let advice =
-            format!("ulimit -n {hard} before the program starts: a connection takes up to three");
+        let advice = if soft == hard {
+            "raise the hard limit, as root (limits.conf(5), LimitNOFILE= of systemd, --ulimit of docker): a connection takes up to \
+             three"
+                .to_owned()
+        } else {
+            format!("ulimit -n {hard} before the program starts: a connection takes up to three")
+        };
         Line::warn("open files", found, advice)
     }
 }
@@ -317,6 +362,39 @@ mod tests {
 
         assert_eq!(open_files(text), Some(("1024", "1048576")));
         assert_eq!(open_files(""), None);
+    }
+
+    #[test]
+    fn a_limit_that_cannot_be_raised_has_other_advice() {
+        let advice = |soft, hard| {
+            descriptors_of(&format!("Max open files {soft} {hard} files"))
+                .advice
+                .unwrap()
+        };
+        assert!(advice(20, 4096).starts_with("ulimit -n 4096 "));
+        assert!(advice(20, 20).starts_with("raise the hard limit"));
+    }
+
+    #[test]
+    fn a_loopback_interface_that_is_down_is_a_failure() {
+        let lo = |up| sys::Interface {
+            ip: None,
+            up,
+            loopback: true,
+        };
+        assert!(loopback(&[lo(false)]).unwrap().is_fail());
+        assert!(loopback(&[lo(true)]).is_none());
+        assert!(loopback(&[]).is_none());
+    }
+
+    #[test]
+    fn an_address_that_the_device_ignores_is_a_failure() {
+        assert!(chosen_address("").is_none());
+        assert!(chosen_address("127.0.0.1").is_none());
+        for value in ["192.0.2.77", "pigeon"] {
+            let line = chosen_address(value).unwrap();
+            assert!(line.is_fail() && line.found.contains(value), "{line:?}");
+        }
     }
 
     #[test]

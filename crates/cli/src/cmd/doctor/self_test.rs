@@ -20,8 +20,8 @@ const CHECK_EVERY: Duration = Duration::from_millis(20);
 
 /// The result of a program.
 struct Outcome {
-    /// Whether the exit status was 0.
-    good: bool,
+    /// Whether the exit status was 0; `None` for a program that did not end in time.
+    good: Option<bool>,
     /// The standard output, followed by the standard error.
     text: String,
 }
@@ -73,16 +73,10 @@ fn run_program(library: &Library, args: &[&str], time: Duration) -> io::Result<O
     for reader in readers {
         text.push_str(&reader.join().unwrap_or_default());
     }
-    match status {
-        Some(status) => Ok(Outcome {
-            good: status.success(),
-            text,
-        }),
-        None => Err(io::Error::new(
-            io::ErrorKind::TimedOut,
-            format!("no end within {} s", time.as_secs()),
-        )),
-    }
+    Ok(Outcome {
+        good: status.map(|status| status.success()),
+        text,
+    })
 }
 
 fn read_all(mut pipe: impl Read) -> String {
@@ -96,7 +90,14 @@ pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
     let advice = "set ANYWARP_LOG=debug and run `anywarp doctor` again to see why";
     match run_program(library, &["--device"], OPEN_TIME) {
         Err(e) => (vec![Line::fail("device", e.to_string(), advice)], false),
-        Ok(Outcome { good: false, text }) => {
+        Ok(Outcome { good: None, .. }) => {
+            let found = format!("does not open within {} s", OPEN_TIME.as_secs());
+            (vec![Line::fail("device", found, advice)], false)
+        }
+        Ok(Outcome {
+            good: Some(false),
+            text,
+        }) => {
             let message = text
                 .lines()
                 .last()
@@ -160,26 +161,36 @@ pub(super) fn run(library: &Library) -> Line {
     let advice = "set ANYWARP_LOG=info and run `anywarp doctor` again; a failure without an explanation in the log is a bug";
     match run_program(library, &[], TEST_TIME) {
         Err(e) => Line::fail("self-test", e.to_string(), advice),
-        Ok(Outcome { good, text }) => {
-            let totals = text
-                .lines()
-                .rev()
-                .find(|line| line.contains(" passed, "))
-                .unwrap_or("no result");
-            let failed: Vec<&str> = text
-                .lines()
-                .filter_map(|line| line.strip_prefix("FAIL "))
-                .collect();
-            if good && failed.is_empty() {
-                Line::ok("self-test", format!("all opcodes over loopback: {totals}"))
-            } else {
-                Line::fail(
-                    "self-test",
-                    [&[totals][..], &failed].concat().join("; "),
-                    advice,
-                )
-            }
-        }
+        Ok(outcome) => result(&outcome, advice),
+    }
+}
+
+/// Returns the line for the output of the self-test program.
+fn result(outcome: &Outcome, advice: &str) -> Line {
+    let lines = || outcome.text.lines();
+    let failed: Vec<&str> = lines().filter_map(|l| l.strip_prefix("FAIL ")).collect();
+    let Some(good) = outcome.good else {
+        let passed = lines().filter(|line| line.starts_with("ok ")).count();
+        let found = format!(
+            "no end within {} s; until then {passed} passed, {} failed",
+            TEST_TIME.as_secs(),
+            failed.len()
+        );
+        let found = [&[found.as_str()][..], &failed].concat().join("; ");
+        return Line::fail("self-test", found, advice);
+    };
+    let totals = lines()
+        .rev()
+        .find(|line| line.contains(" passed, "))
+        .unwrap_or("no result");
+    if good && failed.is_empty() {
+        Line::ok("self-test", format!("all opcodes over loopback: {totals}"))
+    } else {
+        Line::fail(
+            "self-test",
+            [&[totals][..], &failed].concat().join("; "),
+            advice,
+        )
     }
 }
 
@@ -198,5 +209,21 @@ mod tests {
         assert_eq!(line.level, Level::Warn);
         assert!(gid("device anywarp0").is_none());
         assert!(gid("gid").is_none());
+    }
+
+    #[test]
+    fn the_results_before_a_self_test_is_cut_off_are_reported() {
+        let of = |good, text: &str| {
+            let text = text.to_owned();
+            result(&Outcome { good, text }, "")
+        };
+        let cut = of(None, "ok send\nok write\nFAIL read timed out\n");
+        assert!(cut.is_fail());
+        assert_eq!(
+            cut.found,
+            "no end within 300 s; until then 2 passed, 1 failed; read timed out"
+        );
+        assert!(!of(Some(true), "ok send\n1 passed, 0 failed, 0 skipped\n").is_fail());
+        assert!(of(Some(false), "").is_fail());
     }
 }
