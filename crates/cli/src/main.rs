@@ -4,12 +4,31 @@
 //! All `unsafe` code is in [`sys`] and `bench/raw_sys.rs`.
 #![deny(unsafe_code)]
 
+/// Like the macro of std, but a standard error that cannot be written is no panic: no message may change the exit status, or keep a
+/// program from starting.
+macro_rules! eprint {
+    ($($text:tt)*) => {
+        $crate::messages::to_stderr(format_args!($($text)*))
+    };
+}
+
+/// Like [`eprint`], with a newline.
+macro_rules! eprintln {
+    () => {
+        eprint!("\n")
+    };
+    ($($text:tt)*) => {
+        eprint!("{}\n", format_args!($($text)*))
+    };
+}
+
 mod bench;
 mod cli;
 mod cmd;
 mod elf;
 mod library;
 mod lines;
+mod messages;
 mod pages;
 mod perf;
 mod sockets;
@@ -20,25 +39,44 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Ends the program quietly when the reader of its output has gone, as in `anywarp study list | head`. Otherwise each
-/// `println!` would panic. SIGPIPE stays ignored, because it would also end a measurement when one of its programs ends.
-fn end_with_the_reader() {
+/// Ends the program when its output cannot be written, for which each `println!` would panic: quietly if the reader of the output
+/// has gone, as in `anywarp study list | head`, and otherwise with a message. SIGPIPE stays ignored, because it would also end a
+/// measurement when one of its programs ends.
+fn end_without_output() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload().downcast_ref::<String>();
-        if text.is_some_and(|text| {
-            text.starts_with("failed printing to std") && text.contains("Broken pipe")
-        }) {
+        let why = text.and_then(|text| text.strip_prefix("failed printing to stdout: "));
+        match why {
             // The status of a program that SIGPIPE has ended.
-            std::process::exit(128 + 13);
+            Some(why) if why.contains("Broken pipe") => std::process::exit(128 + 13),
+            Some(why) => {
+                eprintln!("anywarp: standard output: {why}");
+                std::process::exit(1);
+            }
+            None => usual(panic),
         }
-        usual(panic);
     }));
 }
 
+/// Prints why the arguments were not accepted, or the help or the version that they ask for. Returns the exit status.
+fn not_parsed(answer: &clap::Error) -> ExitCode {
+    match answer.print() {
+        Err(e) if !answer.use_stderr() && e.kind() != std::io::ErrorKind::BrokenPipe => {
+            eprintln!("anywarp: standard output: {e}");
+            ExitCode::FAILURE
+        }
+        _ => ExitCode::from(u8::try_from(answer.exit_code()).unwrap_or(1)),
+    }
+}
+
 fn main() -> ExitCode {
-    end_with_the_reader();
-    match cmd::dispatch(cli::Cli::parse()) {
+    end_without_output();
+    let cli = match cli::Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(answer) => return not_parsed(&answer),
+    };
+    match cmd::dispatch(cli) {
         Ok(code) => code,
         Err(failure) => {
             eprintln!("anywarp: {failure}");

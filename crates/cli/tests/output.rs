@@ -56,3 +56,33 @@ fn a_capture_is_replaced_only_if_the_program_can_run_and_has_a_head_without_traf
     assert!(String::from_utf8_lossy(&run.stderr).contains("not a regular file"));
     std::fs::remove_dir_all(&folder).unwrap();
 }
+
+fn full() -> Stdio {
+    Stdio::from(std::fs::File::create("/dev/full").unwrap())
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_an_error_without_a_panic() {
+    for args in [&["bench", "--list"][..], &["--help"]] {
+        let run = Command::new(env!("CARGO_BIN_EXE_anywarp"))
+            .args(args)
+            .stdout(full())
+            .output()
+            .unwrap();
+        assert_eq!(
+            String::from_utf8_lossy(&run.stderr),
+            "anywarp: standard output: No space left on device (os error 28)\n"
+        );
+        assert_eq!(run.status.code(), Some(1));
+    }
+}
+
+#[test]
+fn a_message_that_cannot_be_written_does_not_change_the_status() {
+    let status = Command::new(env!("CARGO_BIN_EXE_anywarp"))
+        .args(["run", "no-such-program-here"])
+        .stderr(full())
+        .status()
+        .unwrap();
+    assert_eq!(status.code(), Some(127));
+}
