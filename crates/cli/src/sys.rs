@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
 /// `SOL_UDP` option of the kernel's datagram segmentation.
 const UDP_SEGMENT: libc::c_int = 103;
@@ -216,6 +216,40 @@ pub(crate) fn end_with_parent(command: &mut Command) {
     };
     // SAFETY: between fork and exec the function only makes system calls; it neither allocates nor takes a lock.
     unsafe { command.pre_exec(ask) };
+}
+
+/// Whether SIGPIPE was ignored when this program started.
+static PIPE_IGNORED: AtomicBool = AtomicBool::new(false);
+
+/// Called by the loader before `main`: the runtime of Rust ignores SIGPIPE before it calls the `main` of this program.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_START: extern "C" fn() = note_sigpipe;
+
+extern "C" fn note_sigpipe() {
+    // SAFETY: all bytes of the structure may be zero.
+    let mut before: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: the call only writes the present action to `before`.
+    let rc = unsafe { libc::sigaction(libc::SIGPIPE, std::ptr::null(), &raw mut before) };
+    let ignored = rc == 0 && before.sa_sigaction == libc::SIG_IGN;
+    PIPE_IGNORED.store(ignored, Ordering::Relaxed);
+}
+
+/// Makes the program that `command` executes inherit the disposition of SIGPIPE that this program inherited. `Command` resets it to the
+/// default.
+pub(crate) fn inherit_sigpipe(command: &mut Command) {
+    if !PIPE_IGNORED.load(Ordering::Relaxed) {
+        return;
+    }
+    let ignore = || {
+        // SAFETY: the call takes only numbers, and no handler is installed.
+        match unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) } {
+            libc::SIG_ERR => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        }
+    };
+    // SAFETY: the function makes one system call; it neither allocates nor takes a lock.
+    unsafe { command.pre_exec(ignore) };
 }
 
 /// Returns a TCP port that no program listens on, for programs that take one as an argument.

@@ -99,3 +99,24 @@ fn an_address_of_another_machine_is_refused() {
     let (status, found) = folder.run(&["run", "--device-ip", "127.0.0.1", "true"]);
     assert_eq!(status, Some(0), "{found}");
 }
+
+#[test]
+fn a_program_inherits_the_disposition_of_sigpipe() {
+    let folder = Folder::new("sigpipe");
+    let own = env!("CARGO_BIN_EXE_anywarp");
+    for start in ["run", "sockets run"] {
+        for (before, is_ignored) in [("", false), ("trap '' PIPE;", true)] {
+            let line = format!("{before} exec {own} {start} -- cat /proc/self/status");
+            let run = Command::new("sh")
+                .args(["-c", &line])
+                .env("ANYWARP_LIB", &folder.0)
+                .output()
+                .unwrap();
+            let text = String::from_utf8(run.stdout).unwrap();
+            let mask = text.lines().find_map(|l| l.strip_prefix("SigIgn:"));
+            let mask = u64::from_str_radix(mask.unwrap().trim(), 16).unwrap();
+            // Signal 13 is bit 12.
+            assert_eq!(mask & 1 << 12 != 0, is_ignored, "{line}");
+        }
+    }
+}

@@ -15,6 +15,7 @@ use super::{Failure, address};
 use crate::cli::{LogLevel, Run};
 use crate::elf;
 use crate::library::Library;
+use crate::sys;
 
 /// The variable for the number of threads with which an engine of Mooncake polls, by default two. These threads never pause, and
 /// neither does the thread of the program that waits for a transfer.
@@ -30,6 +31,7 @@ pub(crate) fn run(args: &Run) -> Result<ExitCode, Failure> {
 
 /// Executes the program. Returns only if that fails.
 pub(crate) fn exec(mut command: Command) -> Failure {
+    sys::inherit_sigpipe(&mut command);
     let why = command.exec();
     Failure::NotExecutable(command.get_program().into(), why)
 }
