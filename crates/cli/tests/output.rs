@@ -86,3 +86,36 @@ fn a_message_that_cannot_be_written_does_not_change_the_status() {
         .unwrap();
     assert_eq!(status.code(), Some(127));
 }
+
+#[test]
+fn bench_checks_its_arguments_before_it_measures() {
+    for (args, status, text) in [
+        (
+            ["--report", "/tmp/x.pdf"],
+            2,
+            "--report: /tmp/x.pdf does not end in .svg, .html or .md",
+        ),
+        (
+            ["--report", "/no/such/folder/x.svg"],
+            1,
+            "/no/such/folder/x.svg: No such file or directory (os error 2)",
+        ),
+        (["--json", "/dev"], 1, "/dev: is a directory"),
+        (
+            ["--cpus", "1023,1022"],
+            2,
+            "--cpus: there is no processor 1023 here, or no program may run on it; `--cpus none` does not pin",
+        ),
+    ] {
+        let run = Command::new(env!("CARGO_BIN_EXE_anywarp"))
+            .arg("bench")
+            .args(args)
+            .output()
+            .unwrap();
+        assert_eq!(
+            String::from_utf8_lossy(&run.stderr),
+            format!("anywarp: {text}\n")
+        );
+        assert_eq!(run.status.code(), Some(status));
+    }
+}

@@ -23,6 +23,7 @@ use std::time::Instant;
 use std::{fs, io};
 
 use self::args::Bench;
+use self::plot::Format;
 use self::report::{Report, Seen};
 use self::rows::Row;
 use self::run::{Lost, Stage};
@@ -43,17 +44,24 @@ const INTERRUPTED: u8 = 130;
 /// Runs the command.
 pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
     let write = |path: &Path, e: io::Error| Failure::Write(path.to_owned(), e);
-    if let (Some(from), Some(to)) = (&args.from, &args.report) {
+    let misuse = |why: String| {
+        eprintln!("anywarp: {why}");
+        Ok(ExitCode::from(MISUSE))
+    };
+    let drawn = args.report.as_deref().map(|path| (path, Format::of(path)));
+    let drawn = match drawn {
+        None => None,
+        Some((path, Ok(format))) => Some((path, format)),
+        Some((_, Err(why))) => return misuse(why),
+    };
+    if let (Some(from), Some((to, format))) = (&args.from, drawn) {
         let text = fs::read_to_string(from).map_err(|e| write(from, e))?;
         return match Report::parse(&text) {
             Ok(report) => {
-                plot::draw(&report, to).map_err(|e| write(to, e))?;
+                plot::draw(&report, format, to).map_err(|e| write(to, e))?;
                 Ok(ExitCode::SUCCESS)
             }
-            Err(why) => {
-                eprintln!("anywarp: {}: {why}", from.display());
-                Ok(ExitCode::from(MISUSE))
-            }
+            Err(why) => misuse(format!("{}: {why}", from.display())),
         };
     }
     let mut all = rows::all(args.mtu.unwrap_or_else(loopback_mtu));
@@ -69,19 +77,19 @@ pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
     }
     let chosen = match choose(args, all) {
         Ok(chosen) => chosen,
-        Err(why) => {
-            eprintln!("anywarp: {why}");
-            return Ok(ExitCode::from(MISUSE));
-        }
+        Err(why) => return misuse(why),
     };
+    // Errors of these files are reported before the measurements, which take minutes.
+    for (path, is_replaced) in [(&args.json, true), (&args.report, false)] {
+        if let Some(path) = path {
+            can_write(path, is_replaced).map_err(|e| write(path, e))?;
+        }
+    }
     let interrupted = Arc::new(AtomicBool::new(false));
     crate::perf::note_interrupts(&interrupted);
     let stage = match Stage::new(args, Arc::clone(&interrupted)) {
         Ok(stage) => stage,
-        Err(why) => {
-            eprintln!("anywarp: {why}");
-            return Ok(ExitCode::from(MISUSE));
-        }
+        Err(why) => return misuse(why),
     };
     let usual = if args.all || !args.only.is_empty() {
         REPEAT.0
@@ -120,8 +128,8 @@ pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
     }
     report.partial = interrupted.load(Ordering::Relaxed);
     keep(&report)?;
-    if let Some(path) = &args.report {
-        plot::draw(&report, path).map_err(|e| write(path, e))?;
+    if let Some((path, format)) = drawn {
+        plot::draw(&report, format, path).map_err(|e| write(path, e))?;
     }
     println!("{}", report.summary(began.elapsed()));
     Ok(if report.partial {
@@ -131,6 +139,20 @@ pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
     } else {
         ExitCode::SUCCESS
     })
+}
+
+/// Checks that the file can be written, or created in its folder. `is_replaced`: a regular file is replaced by a new one.
+fn can_write(path: &Path, is_replaced: bool) -> io::Result<()> {
+    let writable = |path: &Path| rustix::fs::access(path, rustix::fs::Access::WRITE_OK);
+    match path.metadata() {
+        Ok(file) if file.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        Ok(file) if !(is_replaced && file.is_file()) => Ok(writable(path)?),
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => {
+            let folder = path.parent().filter(|f| !f.as_os_str().is_empty());
+            Ok(writable(folder.unwrap_or(Path::new(".")))?)
+        }
+    }
 }
 
 /// Returns the rows that the options select.

@@ -2,6 +2,7 @@
 //!
 //! A *row* compares several *parties*, each a program or a setting.
 
+use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::path::Path;
 use std::{fs, io};
@@ -10,14 +11,38 @@ use anywarp_plot::{Bar, Panel};
 
 use super::report::{Report, Seen, digits};
 
-/// Writes the drawing. If the file name ends with .html, the file is a page that includes the commands; if it ends with .md, the
-/// file contains tables.
-pub(crate) fn draw(report: &Report, path: &Path) -> io::Result<()> {
-    let kind = path.extension().unwrap_or_default().to_string_lossy();
-    let text = match kind.as_ref() {
-        "html" | "htm" => page(report, &svg(report)?),
-        "md" => tables(report),
-        _ => svg(report)?,
+/// The format of a drawing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// A picture.
+    Svg,
+    /// A page that includes the picture and the commands.
+    Html,
+    /// Tables.
+    Markdown,
+}
+
+impl Format {
+    /// Returns the format that the end of the file name selects.
+    pub(crate) fn of(path: &Path) -> Result<Self, String> {
+        match path.extension().and_then(OsStr::to_str) {
+            Some("svg") => Ok(Self::Svg),
+            Some("html" | "htm") => Ok(Self::Html),
+            Some("md") => Ok(Self::Markdown),
+            _ => Err(format!(
+                "--report: {} does not end in .svg, .html or .md",
+                path.display()
+            )),
+        }
+    }
+}
+
+/// Writes the drawing.
+pub(crate) fn draw(report: &Report, format: Format, path: &Path) -> io::Result<()> {
+    let text = match format {
+        Format::Html => page(report, &svg(report)?),
+        Format::Markdown => tables(report),
+        Format::Svg => svg(report)?,
     };
     fs::write(path, text)
 }

@@ -12,6 +12,7 @@ use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::Value;
 
 use super::args::Bench;
@@ -81,6 +82,18 @@ impl From<std::io::Error> for Lost {
     }
 }
 
+/// Returns whether programs can be pinned to this processor. Tries it with a thread, because neither the processors that are online nor
+/// those that this process uses now are the answer.
+fn has_processor(number: u16) -> bool {
+    let number = usize::from(number);
+    let pin = move || {
+        let mut one = CpuSet::new();
+        one.set(number);
+        sched_setaffinity(None, &one).is_ok()
+    };
+    number < CpuSet::MAX_CPU && thread::spawn(pin).join().unwrap_or(false)
+}
+
 impl Stage {
     pub(crate) fn new(args: &Bench, interrupted: Arc<AtomicBool>) -> Result<Self, String> {
         let words = |text: &str| {
@@ -95,9 +108,15 @@ impl Stage {
                 .split_once(',')
                 .ok_or("--cpus takes two numbers, such as 0,1, or none")?;
             for (end, cpu) in ends.iter_mut().zip([server, client]) {
-                let _: u16 = cpu
+                let number: u16 = cpu
                     .parse()
                     .map_err(|_| format!("--cpus: {cpu} is not the number of a processor"))?;
+                // A prefix may lead to another machine.
+                if end.is_empty() && !has_processor(number) {
+                    return Err(format!(
+                        "--cpus: there is no processor {cpu} here, or no program may run on it; `--cpus none` does not pin"
+                    ));
+                }
                 end.extend(words("taskset -c"));
                 end.push(cpu.to_owned());
             }
@@ -645,6 +664,12 @@ fn ours(text: &str) -> Option<BTreeMap<String, f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn processors_that_do_not_exist_are_noticed() {
+        assert!((0..64).any(has_processor));
+        assert!(!has_processor(1023) && !has_processor(u16::MAX));
+    }
 
     #[test]
     fn lines_of_perftest_are_parsed() {
