@@ -8,13 +8,17 @@ use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Seek, SeekFrom};
 use std::mem::MaybeUninit;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix,
+    SocketFlags, SocketType, recvmsg,
+};
 use serde_json::{Value, json};
 
 use super::Failure;
@@ -55,9 +59,21 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
     for look in 1.. {
         let text = match ask(args.pid) {
             Ok(text) => text,
+            Err(Lost::Silent(why)) => {
+                let Some(interval) = interval else {
+                    return Err(Failure::Stat(why));
+                };
+                // A stopped process may continue. If it ends, the next query fails in another way.
+                eprintln!("anywarp: {why}");
+                if args.count.is_some_and(|count| look >= count) {
+                    return Ok(ExitCode::FAILURE);
+                }
+                thread::sleep(interval);
+                continue;
+            }
             // The program has exited since the last report.
             Err(_) if before.is_some() => return Ok(ExitCode::SUCCESS),
-            Err(why) => return Err(Failure::Stat(why)),
+            Err(Lost::Failed(why)) => return Err(Failure::Stat(why)),
         };
         let (head, now) = parse(&text).map_err(Failure::Stat)?;
         if args.json {
@@ -83,38 +99,70 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Requests the counters of the device in a process.
-fn ask(pid: u32) -> Result<String, String> {
-    let text = |e: &dyn std::fmt::Display| format!("process {pid}: {e}");
+/// Why there is no answer: the text for the user.
+#[derive(Debug)]
+enum Lost {
+    /// The process does not answer in time.
+    Silent(String),
+    /// The process has exited, or another failure.
+    Failed(String),
+}
+
+impl From<String> for Lost {
+    fn from(why: String) -> Self {
+        Self::Failed(why)
+    }
+}
+
+/// Connects to the socket of a process, which waits while the queue of a stopped process is full.
+fn connect(pid: u32) -> rustix::io::Result<OwnedFd> {
     let name = format!("anywarp-stat-{pid}");
-    let address = SocketAddr::from_abstract_name(name).map_err(|e| text(&e))?;
-    let stream = UnixStream::connect_addr(&address).map_err(|_| {
-        format!(
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
+    let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+    let stream = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+    for way in [Timeout::Send, Timeout::Recv] {
+        set_socket_timeout(&stream, way, Some(TIME_LIMIT))?;
+    }
+    rustix::net::connect(&stream, &address)?;
+    Ok(stream)
+}
+
+/// Requests the counters of the device in a process.
+fn ask(pid: u32) -> Result<String, Lost> {
+    let text = |e: &dyn std::fmt::Display| format!("process {pid}: {e}");
+    let silent = || {
+        let limit = TIME_LIMIT.as_secs();
+        Lost::Silent(format!(
+            "process {pid} does not answer within {limit} s; is it stopped?"
+        ))
+    };
+    let stream = connect(pid).map_err(|e| match e {
+        Errno::AGAIN => silent(),
+        _ => Lost::Failed(format!(
             "process {pid} does not serve its counters: start it with `anywarp run --stat` or ANYWARP_STAT=1 (it must also \
-            have a queue pair, and be in the same network namespace)"
-        )
+             have a queue pair, and be in the same network namespace)"
+        )),
     })?;
     // Any process may have bound this socket name. The kernel reports which process did.
     let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| text(&e))?;
     if u32::try_from(peer.pid.as_raw_pid()) != Ok(pid) {
-        return Err(format!(
+        let why = format!(
             "process {pid}: another process ({}, of user {}) answers in its place; the answer is ignored",
             peer.pid.as_raw_pid(),
             peer.uid.as_raw()
-        ));
+        );
+        return Err(why.into());
     }
     // The kernel recorded process and user when the process called `listen`. The process may have exited
     // since, and its id may have been reused.
     let users = users_of(pid).map_err(|e| text(&e))?;
     let user = peer.uid.as_raw();
     if !may_answer_for(user, &users) {
-        return Err(format!(
+        let why = format!(
             "process {pid}: the answer comes from an earlier process with this id, of user {user}, and is ignored"
-        ));
+        );
+        return Err(why.into());
     }
-    stream
-        .set_read_timeout(Some(TIME_LIMIT))
-        .map_err(|e| text(&e))?;
     let mut byte = [0];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
@@ -124,7 +172,10 @@ fn ask(pid: u32) -> Result<String, String> {
         &mut beside,
         RecvFlags::CMSG_CLOEXEC,
     )
-    .map_err(|e| text(&e))?;
+    .map_err(|e| match e {
+        Errno::AGAIN => silent(),
+        e => Lost::Failed(text(&e)),
+    })?;
     let memory = beside
         .drain()
         .find_map(|message| match message {
@@ -134,9 +185,8 @@ fn ask(pid: u32) -> Result<String, String> {
         .ok_or_else(|| format!("process {pid} answers only queries of its own user"))?;
     // A file of a FUSE file system could block the read forever.
     if rustix::fs::fcntl_get_seals(&memory).is_err() {
-        return Err(format!(
-            "process {pid}: its answer is not a memfd, and is ignored"
-        ));
+        let why = format!("process {pid}: its answer is not a memfd, and is ignored");
+        return Err(why.into());
     }
     let answer = contents(File::from(memory)).map_err(|e| text(&e))?;
     let answer = answer
@@ -324,7 +374,18 @@ fn as_json(head: &str, lines: &[Line]) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::SocketAddr;
+
     use super::*;
+
+    /// The text of a query that fails.
+    fn refused(pid: u32) -> String {
+        match ask(pid) {
+            Err(Lost::Failed(why)) => why,
+            other => panic!("{other:?}"),
+        }
+    }
 
     const TEXT: &str = "anywarp-stat 1 pid=7 program=x\n\
         worker 0 wakes=5\n\
@@ -367,7 +428,7 @@ mod tests {
         let other = std::os::unix::process::parent_id();
         let name = SocketAddr::from_abstract_name(format!("anywarp-stat-{other}")).unwrap();
         let _listener = std::os::unix::net::UnixListener::bind_addr(&name).unwrap();
-        let why = ask(other).unwrap_err();
+        let why = refused(other);
         assert!(why.contains(&format!("({},", std::process::id())), "{why}");
     }
 
@@ -399,7 +460,7 @@ mod tests {
             let flags = rustix::net::SendFlags::empty();
             rustix::net::sendmsg(&stream, &byte, &mut beside, flags).unwrap();
         });
-        let error = ask(pid).unwrap_err();
+        let error = refused(pid);
         server.join().unwrap();
         assert!(error.contains("not a memfd"), "{error}");
     }
@@ -419,7 +480,7 @@ mod tests {
     #[test]
     fn a_process_without_counters_is_explained() {
         // No process has this number.
-        let why = ask(1 << 30).unwrap_err();
+        let why = refused(1 << 30);
         assert!(why.contains("--stat"), "{why}");
     }
 }
