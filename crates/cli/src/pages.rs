@@ -308,6 +308,24 @@ mod tests {
     }
 
     #[test]
+    fn the_pages_list_the_exit_statuses() {
+        let pages: BTreeMap<String, String> = all(tree()).unwrap().into_iter().collect();
+        for (page, statuses) in [
+            ("bench", &[0, 1, 2, 130][..]),
+            ("capture", &[1, 2, 125, 126, 127]),
+            ("doctor", &[0, 1, 2, 125, 127]),
+            ("run", &[2, 125, 126, 127]),
+            ("stat", &[0, 1, 2]),
+        ] {
+            let text = &pages[&format!("man1/anywarp-{page}.1")];
+            for status in statuses {
+                let entry = format!(".TP\n\\fB{status}\\fR\n");
+                assert!(text.contains(&entry), "{page}: {status}");
+            }
+        }
+    }
+
+    #[test]
     fn a_header_lists_all_its_functions_and_one_without_a_page_is_an_error() {
         let list = |functions| maker(functions).list("infiniband/anywarpdv.h");
         assert!(list(BTreeMap::new()).is_err());
