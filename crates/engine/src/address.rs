@@ -66,13 +66,12 @@ pub(crate) fn listing() -> Option<Vec<Gid>> {
     Some(table)
 }
 
-/// A line for the log if `ANYWARP_ADDR` names an address that does not become GID 0.
-pub(crate) fn unused_address() -> Option<String> {
-    unused(config().address?, &listing()?)
+/// A line for the log if `ANYWARP_ADDR` names another address than that of GID 0.
+pub(crate) fn unused_address(first: &Gid) -> Option<String> {
+    unused(config().address?, first)
 }
 
-fn unused(chosen: IpAddr, table: &[Gid]) -> Option<String> {
-    let first = table.first()?;
+fn unused(chosen: IpAddr, first: &Gid) -> Option<String> {
     (first.ip != chosen).then(|| {
         format!(
             "ANYWARP_ADDR: no interface that is up has the address {chosen}, or it is link-local; GID 0 is {}",
@@ -128,9 +127,9 @@ mod tests {
 
     #[test]
     fn a_chosen_address_that_is_not_used_is_reported() {
-        let table = [loopback()];
-        assert_eq!(unused(Ipv4Addr::LOCALHOST.into(), &table), None);
-        let line = unused("192.0.2.1".parse().unwrap(), &table).unwrap();
+        let first = loopback();
+        assert_eq!(unused(Ipv4Addr::LOCALHOST.into(), &first), None);
+        let line = unused("192.0.2.1".parse().unwrap(), &first).unwrap();
         assert_eq!(
             line,
             "ANYWARP_ADDR: no interface that is up has the address 192.0.2.1, or it is link-local; GID 0 is 127.0.0.1"

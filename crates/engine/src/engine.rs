@@ -17,7 +17,6 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::mr::Regions;
 use anywarp_core::verbs::rnic::Rnic;
 
-use crate::address;
 use crate::config::config;
 use crate::locks::{Mutex, Rank};
 use crate::log;
@@ -94,9 +93,6 @@ pub fn engine() -> io::Result<&'static Engine> {
         return Ok(engine);
     }
     for warning in &config().warnings {
-        log!(Warn, "{warning}");
-    }
-    if let Some(warning) = address::unused_address() {
         log!(Warn, "{warning}");
     }
     let engine = Box::new(Engine::new()?);

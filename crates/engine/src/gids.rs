@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
 
-use crate::address::{Gid, lid_of, listing, loopback};
+use crate::address::{Gid, lid_of, listing, loopback, unused_address};
 use crate::clock;
 use crate::engine::Engine;
 use crate::events::event;
@@ -194,11 +194,18 @@ impl Watch {
             let fd = socket()
                 .inspect_err(|e| log!(Info, "cannot watch the host's addresses: {e}"))
                 .ok();
+            let gid_table = GidTable::of_host();
+            let first = gid_table.entries.iter().flatten().next();
+            if !gid_table.stale
+                && let Some(warning) = first.and_then(unused_address)
+            {
+                log!(Warn, "{warning}");
+            }
             let watch = Arc::new(Self {
                 engine,
                 fd,
                 token: OnceLock::new(),
-                gid_table: Mutex::new(Rank::Gids, GidTable::of_host()),
+                gid_table: Mutex::new(Rank::Gids, gid_table),
                 listeners: Mutex::new(Rank::PortListeners, Vec::new()),
             });
             let source = Arc::clone(&watch) as Arc<dyn Source>;

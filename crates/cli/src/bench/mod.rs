@@ -150,7 +150,7 @@ fn can_write(path: &Path, is_replaced: bool) -> io::Result<()> {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
         _ => {
             let folder = path.parent().filter(|f| !f.as_os_str().is_empty());
-            Ok(writable(folder.unwrap_or(Path::new(".")))?)
+            Ok(writable(folder.unwrap_or_else(|| Path::new(".")))?)
         }
     }
 }

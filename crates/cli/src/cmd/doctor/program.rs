@@ -15,7 +15,7 @@ use object::read::elf::{Dyn, FileHeader, ProgramHeader, Sym};
 use super::Line;
 use crate::cmd::Failure;
 use crate::cmd::run::find;
-use crate::elf::{Obstacle, has_capabilities, obstacles};
+use crate::elf::{Kind, Obstacle, has_capabilities, obstacles};
 use crate::library::Library;
 
 /// The most bytes that are read of a file. Only the beginning of a larger one is checked.
@@ -69,6 +69,12 @@ pub(super) fn lines(name: &OsStr, library: &Library) -> Result<Vec<Line>, Failur
     }
     match find(name) {
         Ok(path) => Ok(program(name, &path, library)),
+        // Many systems install libraries without the permission to execute them.
+        Err(Failure::NotExecutable(path, _))
+            if matches!(crate::elf::kind(&path), Ok(Kind::Elf { dynamic: true, .. })) =>
+        {
+            Ok(program(name, &path, library))
+        }
         Err(e) => match python_package(name) {
             Some(folders) => Ok(package(name, &folders)),
             None => Err(e),
