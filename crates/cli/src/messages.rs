@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io::{self, Write};
 
-/// Writes to the standard error. If that fails, nobody can be told.
+/// Writes to standard error. An error is ignored, because there is no other place to report it.
 pub(crate) fn to_stderr(text: fmt::Arguments<'_>) {
     let _not_writable = io::stderr().write_fmt(text);
 }

@@ -280,8 +280,8 @@ impl FileMap {
         let before = offset % page.max(1);
         let len =
             usize::try_from(len).map_err(|_| libc::EINVAL)? + usize::try_from(before).unwrap_or(0);
-        // SAFETY: this is a new mapping. The library does not access it, but a software device may do so in a thread of this process. If
-        // anybody has truncated the file, that raises SIGBUS. exs_sendfile(3) says so, because nothing prevents it.
+        // SAFETY: this is a new mapping, which the library does not access. A software device accesses it in a thread of this process, and
+        // receives SIGBUS if the file has been truncated. exs_sendfile(3) documents this.
         let base = unsafe {
             let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
             libc::mmap(
