@@ -487,7 +487,7 @@ impl Sock {
             return;
         }
         stream.undelay(fd);
-        // A peer that has ended would answer the Reply with a reset, which could discard what it has sent behind the Request.
+        // A peer that has ended would answer the Reply with a reset.
         let is_due = !sys::has_peer_ended(fd);
         if is_due && sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL) != Ok(reply.len()) {
             // The connection is broken. The next call of the program returns the error.
