@@ -2,6 +2,7 @@
 //! are handled.
 
 use std::cell::{Cell, RefCell};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 /// A socket that queue pairs share.
@@ -13,8 +14,10 @@ pub(crate) trait SharedSender: Send + Sync {
 thread_local! {
     /// How many calls of [`together`] this thread is in.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// The sockets to which bytes were added in the outermost call.
-    static ADDED: RefCell<Vec<Arc<dyn SharedSender>>> = const { RefCell::new(Vec::new()) };
+    /// The sockets to which bytes were added in the outermost call, which empties the list at its end. The list has no destructor: glibc
+    /// allocates memory to register a destructor of a thread-local variable, and ends the process if there is none.
+    static ADDED: RefCell<ManuallyDrop<Vec<Arc<dyn SharedSender>>>> =
+        const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
 /// The end of a call of [`together`].
@@ -25,9 +28,8 @@ impl Drop for Ends {
         let left = DEPTH.get().saturating_sub(1);
         DEPTH.set(left);
         if left == 0 {
-            // In a destructor of the thread, the list may not exist any more.
-            let added = ADDED.try_with(RefCell::take);
-            for sender in added.unwrap_or_default() {
+            let added = ADDED.with(|added| std::mem::take(&mut **added.borrow_mut()));
+            for sender in added {
                 sender.send_added();
             }
         }
@@ -41,14 +43,20 @@ pub(crate) fn together<R>(handle: impl FnOnce() -> R) -> R {
     handle()
 }
 
-/// Registers a socket to which bytes were added, so that they are sent at the end of [`together`]. Returns false outside of it: the caller
-/// sends the bytes now.
+/// Registers a socket to which bytes were added, so that they are sent at the end of [`together`]. Returns false outside of it, or if there is
+/// no memory: the caller sends the bytes now.
 pub(crate) fn added(sender: &Arc<dyn SharedSender>) -> bool {
     if DEPTH.get() == 0 {
         return false;
     }
-    let list = |added: &RefCell<Vec<_>>| added.borrow_mut().push(Arc::clone(sender));
-    ADDED.try_with(list).is_ok()
+    ADDED.with(|added| {
+        let mut added = added.borrow_mut();
+        let has_room = added.try_reserve(1).is_ok();
+        if has_room {
+            added.push(Arc::clone(sender));
+        }
+        has_room
+    })
 }
 
 #[cfg(test)]
@@ -103,11 +111,10 @@ mod tests {
         let sender: Arc<dyn SharedSender> = Arc::new(Counted(AtomicUsize::new(0)));
         std::thread::spawn(move || {
             END.set(Some(AtEnd(Arc::clone(&sender))));
-            // This creates the list after `END`, so it is destroyed before `END`.
             together(|| added(&sender));
         })
         .join()
         .unwrap();
-        assert_eq!(WITHIN.load(Ordering::Relaxed), 0, "the list does not exist");
+        assert_eq!(WITHIN.load(Ordering::Relaxed), 1, "the list still exists");
     }
 }
