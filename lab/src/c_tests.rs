@@ -297,6 +297,7 @@ fn run_ttcp() -> Result<bool> {
     let mut all = true;
     for mode in [
         "normal",
+        "read",
         "immediate",
         "persistent-send",
         "persistent-recv",

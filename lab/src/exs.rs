@@ -133,6 +133,7 @@ const ROWS: &[Row] = &[
         transport: None,
     },
     NORMAL_PING,
+    READ_PING,
     IMMEDIATE_PING,
     PERSISTENT_PING,
     exs(
@@ -148,6 +149,7 @@ const ROWS: &[Row] = &[
     READ_BW.over(TCP, "ib_read_bw 1 MiB, TCP"),
     FOUR_READS.over(TCP, "ib_read_bw 1 MiB, four buffers, TCP"),
     NORMAL_PING.over(TCP, "exs normal 64 B, one way, TCP"),
+    READ_PING.over(TCP, "exs read 64 B, one way, TCP"),
     IMMEDIATE_PING.over(TCP, "exs immediate 64 B, one way, TCP"),
     PERSISTENT_PING.over(TCP, "exs persistent receive 64 B, one way, TCP"),
     SEND_LAT.over(TCP, "ib_send_lat 64 B, TCP"),
@@ -166,6 +168,12 @@ const ONE_NORMAL: Row = exs(
 const NORMAL_PING: Row = exs(
     "exs normal 64 B, one way",
     "--ping --mode normal --size 64",
+    20000,
+);
+/// Normal sends that the receiver always reads, as in Russell's paper.
+const READ_PING: Row = exs(
+    "exs read 64 B, one way",
+    "--ping --mode read --size 64",
     20000,
 );
 const IMMEDIATE_PING: Row = exs(

@@ -23,7 +23,7 @@
 /* The number of calls that begin() starts, with the handles 1 to CALLS. */
 #define CALLS 4
 
-enum { ADVERT = 1, ACK, PLACE, NOTIFY, CANCEL, FIN };
+enum { ADVERT = 1, ACK, PLACE, NOTIFY, CANCEL, FIN, READY, WRITTEN };
 
 static exs_qhandle_t queue = EXS_QHANDLE_INVALID;
 static int listener_fd, fd;
@@ -64,9 +64,12 @@ static size_t put(unsigned char *to, const struct message *m)
 	return 32 + m->more - m->cut;
 }
 
+/* Whether the peer says that it understands READY and WRITTEN. Then it accepts no immediate data, so that receives are advertised at once. */
+static bool understands_ready;
+
 static void hello(unsigned char to[16])
 {
-	memcpy(to, "EXSP\1\0\0\4\0\0\0\100\0\0\0\0", 16);
+	memcpy(to, understands_ready ? "EXSP\1\0\0\4\0\0\0\0\0\0\0\1" : "EXSP\1\0\0\4\0\0\0\100\0\0\0\0", 16);
 }
 
 static int close_fd(void *what)
@@ -212,14 +215,15 @@ static const char *connected(void)
 	return NULL;
 }
 
-/* Starts two sends, one of them persistent, and then two receives if `receive`, or else two more sends, one of them persistent. */
+/* Starts two receives if `receive`, then two sends, one of them persistent, and otherwise two more, one of them persistent. */
 static const char *begin(bool receive)
 {
-	int failed = exs_send(fd, block, 100, 0, queue, 1, handle) || exs_send(fd, block, 200, EXS_PERSISTENT, queue, 2, handle);
+	int failed = 0;
 
-	if (receive) {
+	if (receive)
 		failed |= exs_recv(fd, block, 100, 0, queue, 3, handle) || exs_recv(fd, block + 100, 100, 0, queue, 4, handle);
-	} else {
+	failed |= exs_send(fd, block, 100, 0, queue, 1, handle) || exs_send(fd, block, 200, EXS_PERSISTENT, queue, 2, handle);
+	if (!receive) {
 		failed |= exs_send(fd, block, 0, 0, queue, 3, handle);
 		failed |= exs_send(fd, block, 1, EXS_PERSISTENT_NOTIFY, queue, 4, handle);
 	}
@@ -275,7 +279,9 @@ struct fault {
 
 static const struct fault faults[] = {
 	{ "type 0", true, { { .type = 0, .seq = 1 } } },
-	{ "type 7", true, { { .type = 7, .seq = 1 } } },
+	{ "type 9", true, { { .type = 9, .seq = 1 } } },
+	{ "READY of a peer that does not understand it", true, { { .type = READY, .seq = 1, .length = 1 } } },
+	{ "WRITTEN to no receive", true, { { .type = WRITTEN, .seq = 1, .length = 1 } } },
 	{ "type 255", true, { { .type = 255, .seq = 1 } } },
 	{ "no bytes", true, { { .type = FIN, .seq = 1, .cut = 32 } } },
 	{ "one byte", true, { { .type = FIN, .seq = 1, .cut = 31 } } },
@@ -431,6 +437,201 @@ static const char *beyond_the_advert(size_t write)
 	}
 	ENSURE(seen == 0x1e, "events %x", seen);
 	TRY(no_event(2));
+	return unchanged();
+}
+
+/* An advertised receive, as the peer sees it. */
+struct ready {
+	uint32_t number, stag;
+	uint64_t at;
+};
+
+/* Waits for the messages that advertise the receives of begin(), and for nothing else. */
+static const char *advertised(struct ready *ready, unsigned int count)
+{
+	for (unsigned int seen = 0, i = 1; seen < count; i++) {
+		const unsigned char *m = buffers + i * BUFFER;
+		struct ibv_wc wc;
+
+		ENSURE(i <= RECEIVES && rdma_get_recv_comp(peer, &wc) == 1 && wc.status == 0, "no receive is advertised");
+		if (m[0] != READY)
+			continue;
+		ENSURE((m[1] & 2) != 0, "the STag of a receive is not that of a memory window");
+		memcpy(&ready[seen].number, m + 4, 4);
+		memcpy(&ready[seen].at, m + 16, 8);
+		memcpy(&ready[seen].stag, m + 24, 4);
+		ready[seen].number = be32toh(ready[seen].number);
+		ready[seen].at = be64toh(ready[seen].at);
+		ready[seen].stag = be32toh(ready[seen].stag);
+		seen++;
+	}
+	return NULL;
+}
+
+/* Sends the contents of the first buffer by a Send with Invalidate. */
+static const char *post_invalidating(size_t len, uint32_t stag)
+{
+	struct ibv_sge sge = { (uintptr_t)buffers, (uint32_t)len, region->lkey };
+	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND_WITH_INV, .invalidate_rkey = stag }, *bad;
+	struct ibv_wc wc;
+
+	if (ibv_post_send(peer->qp, &wr, &bad))
+		return NULL;
+	ENSURE(rdma_get_send_comp(peer, &wc) == 1, "the peer's send does not complete: %s", strerror(errno));
+	return NULL;
+}
+
+/* Writes bytes to the memory of a receive. */
+static const char *write_to(const struct ready *r, uint32_t offset, uint32_t len)
+{
+	struct ibv_wc wc;
+
+	memset(buffers, 0x11, len);
+	ENSURE(!rdma_post_write(peer, NULL, buffers, len, region, 0, r->at + offset, r->stag), "post: %s", strerror(errno));
+	ENSURE(rdma_get_send_comp(peer, &wc) == 1, "the peer's Write does not complete: %s", strerror(errno));
+	return NULL;
+}
+
+/* What a peer does with two advertised receives of 100 bytes. */
+enum { RIGHT, UNKNOWN_RECEIVE, SECOND_FIRST, TOO_LONG, NOT_INVALIDATED, OTHER_INVALIDATED, TWICE, DONE, BEYOND, WRITES_LATER, CREDITS_TWICE, MISUSES };
+
+static const char *misuse(size_t which)
+{
+	struct ready r[2];
+	struct message m = { .type = WRITTEN, .seq = 1, .length = 50 };
+	exs_event_t e;
+
+	TRY(connected());
+	TRY(begin(true));
+	TRY(advertised(r, 2));
+	m.address = r[0].number;
+	switch (which) {
+	case UNKNOWN_RECEIVE:
+		m.address = 99;
+		break;
+	case SECOND_FIRST:
+		m.address = r[1].number;
+		break;
+	case TOO_LONG:
+		m.length = 101;
+		break;
+	case DONE:
+		m = (struct message){ .type = ACK, .seq = r[0].number };
+		break;
+	case BEYOND:
+		TRY(write_to(&r[0], 60, 41));
+		break;
+	case CREDITS_TWICE:
+		/* An ADVERT ends the advertisement of the receives, so a WRITTEN cannot follow. */
+		TRY(post(put(buffers, &(struct message){ .type = ADVERT, .seq = 1, .flags = 2, .length = 1, .address = 1, .stag = 1 })));
+		m.seq = 2;
+		break;
+	default:
+		break;
+	}
+	if (which == RIGHT || which == TWICE || which == WRITES_LATER)
+		TRY(write_to(&r[0], 0, 50));
+	if (which == NOT_INVALIDATED)
+		TRY(post(put(buffers, &m)));
+	else
+		TRY(post_invalidating(put(buffers, &m), r[which == OTHER_INVALIDATED].stag));
+	if (which != RIGHT && which != TWICE && which != WRITES_LATER)
+		return which == BEYOND || which == CREDITS_TWICE ? NULL : ended(EPROTO);
+	TRY(event(&e));
+	ENSURE(e.exs_evt_ahandle == 3 && !e.exs_evt_errno && e.exs_evt_union.exs_evt_xfer.exs_evt_length == 50, "event %ld: %s, %zu bytes",
+	       (long)e.exs_evt_ahandle, strerror(e.exs_evt_errno), e.exs_evt_union.exs_evt_xfer.exs_evt_length);
+	for (unsigned int i = 0; i < 50; i++)
+		ENSURE(block[i] == 0x11, "byte %u is not that of the peer", i);
+	memset(block, FILLED, 50);
+	if (which == RIGHT)
+		return unchanged();
+	/* The receive has ended, so nothing is written to its memory any more. */
+	if (which == WRITES_LATER) {
+		TRY(write_to(&r[0], 0, 50));
+	} else {
+		m.seq = 2;
+		TRY(post(put(buffers, &m)));
+	}
+	for (int i = 1; i < CALLS; i++) {
+		TRY(event(&e));
+		ENSURE(e.exs_evt_errno == EPROTO || e.exs_evt_errno == ECONNRESET, "event %ld: %s", (long)e.exs_evt_ahandle,
+		       strerror(e.exs_evt_errno));
+	}
+	TRY(no_event(2));
+	return unchanged();
+}
+
+static const char *advertised_receives(size_t arg)
+{
+	(void)arg;
+	understands_ready = true;
+	for (size_t i = 0; i < MISUSES; i++) {
+		const char *reason = misuse(i), *closed = close_all();
+		struct timeval wait = { 0, 20000 };
+		exs_event_t e;
+
+		/* The calls that were outstanding when the socket was closed. */
+		while (exs_qdequeue(queue, &e, 1, &wait) > 0)
+			ENSURE(e.exs_evt_errno, "misuse %zu: call %ld succeeds at the end", i, (long)e.exs_evt_ahandle);
+		ENSURE(!reason, "misuse %zu: %s", i, reason);
+		ENSURE(!closed, "misuse %zu: %s", i, closed);
+	}
+	return NULL;
+}
+
+/* The peer advertises receives, and violates the rules or has no such memory. */
+static const char *receives_of_the_peer(size_t which)
+{
+	struct message m = { .type = READY, .length = 200, .address = (uintptr_t)buffers, .stag = 0x12345600 };
+	exs_event_t e;
+
+	understands_ready = true;
+	TRY(connected());
+	if (which == 0) {
+		/* More messages than credits. */
+		for (m.seq = 1; m.seq <= CREDITS + 1; m.seq++) {
+			m.flags = m.seq > 1;
+			TRY(post(put(buffers, &m)));
+		}
+		sleep_ms(20);
+	} else {
+		/* The device of the peer refuses the Write. */
+		m.seq = 1;
+		TRY(post(put(buffers, &m)));
+		sleep_ms(20);
+		ENSURE(exs_send(fd, block, 100, 0, queue, 1, handle) == 0, "send: %s", strerror(errno));
+		TRY(event(&e));
+		ENSURE(e.exs_evt_errno == EPROTO || e.exs_evt_errno == ECONNRESET, "%s", strerror(e.exs_evt_errno));
+	}
+	for (int tries = 0; exs_send(fd, block, 1, 0, queue, 5, handle) == 0; tries++) {
+		TRY(event(&e));
+		ENSURE(e.exs_evt_errno == EPROTO || e.exs_evt_errno == ECONNRESET, "%s", strerror(e.exs_evt_errno));
+		ENSURE(tries < 100, "the connection does not end");
+	}
+	ENSURE(errno == ECONNRESET, "a send after the end: %s", strerror(errno));
+	return unchanged();
+}
+
+/* A peer does not answer the request to give back a receive. Its cancellation is reported nevertheless, and the peer cannot write any more. */
+static const char *keeps_a_receive(size_t arg)
+{
+	struct ready r;
+	uint64_t began;
+	exs_event_t e;
+
+	(void)arg;
+	understands_ready = true;
+	TRY(connected());
+	ENSURE(exs_recv(fd, block, 100, 0, queue, 1, handle) == 0, "recv: %s", strerror(errno));
+	TRY(advertised(&r, 1));
+	began = now_ms();
+	ENSURE(exs_cancel(fd, EXS_CAF_FILDES, 0) == 0, "cancel: %s", strerror(errno));
+	TRY(event(&e));
+	ENSURE(e.exs_evt_ahandle == 1 && e.exs_evt_errno == ECANCELED, "%s", strerror(e.exs_evt_errno));
+	ENSURE(now_ms() - began >= 900 && now_ms() - began < 5000, "after %llu ms", (unsigned long long)(now_ms() - began));
+	ENSURE(exs_mderegister(handle, 0) == 0, "mderegister: %s", strerror(errno));
+	TRY(write_to(&r, 0, 50));
+	sleep_ms(20);
 	return unchanged();
 }
 
@@ -611,6 +812,10 @@ static const struct test tests[] = {
 	{ "write_to_advert", beyond_the_advert, 1, 0, false },
 	{ "read_beyond_advert", beyond_the_advert, 0, 0, false },
 	{ "flood", flood, 0, 0, false },
+	{ "advertised_receives", advertised_receives, 0, 60, false },
+	{ "more_receives_than_credits", receives_of_the_peer, 0, 0, false },
+	{ "receive_without_memory", receives_of_the_peer, 1, 0, false },
+	{ "keeps_a_receive", keeps_a_receive, 0, 0, false },
 	{ "private_data", private_data, 0, 0, false },
 	{ "answers", answers, 0, 0, false },
 	{ "half_open", half_open, 0, 0, false },

@@ -60,6 +60,12 @@ impl Region {
         self.lkey
     }
 
+    /// Returns the region of libibverbs, which is valid as long as this exists.
+    #[must_use]
+    pub fn mr(&self) -> *mut ffi::ibv_mr {
+        self.mr.0
+    }
+
     /// Returns the key for the peer's requests.
     #[must_use]
     pub fn rkey(&self) -> u32 {

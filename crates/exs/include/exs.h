@@ -52,6 +52,8 @@ typedef intptr_t exs_ahandle_t;
 #define EXS_F_GETCONNECTTIMEOUT 8
 #define EXS_F_SETLINGER 9 /* milliseconds: how long exs_close_async waits for the peer */
 #define EXS_F_GETLINGER 10
+#define EXS_F_SETRECVADVERT 11 /* 1: receives may be advertised to the peer, 0: not; before the connection */
+#define EXS_F_GETRECVADVERT 12
 
 /* Options, set with exs_fcntl */
 #define SO_ASYNC_RECV_ORDERED 100

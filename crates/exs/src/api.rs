@@ -7,6 +7,7 @@ use crate::op::{Keep, Op};
 use crate::queue::{self, Event, Queue, Wait};
 use crate::socket::{self, PollCall, Settings, Socket, Timeout};
 use crate::wire::{MAX_LENGTH, MAX_SEGMENTS, Segment, Segments};
+use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void, sockaddr, socklen_t};
 use smallvec::SmallVec;
 use std::sync::atomic::Ordering::Relaxed;
@@ -35,6 +36,8 @@ const F_SETCONNECTTIMEOUT: c_int = 7;
 const F_GETCONNECTTIMEOUT: c_int = 8;
 const F_SETLINGER: c_int = 9;
 const F_GETLINGER: c_int = 10;
+const F_SETRECVADVERT: c_int = 11;
+const F_GETRECVADVERT: c_int = 12;
 const ASYNC_RECV_ORDERED: c_int = 100;
 const ASYNC_SEND_TIMEOUT: c_int = 101;
 const ASYNC_RECV_TIMEOUT: c_int = 102;
@@ -224,6 +227,8 @@ fn plain(kind: c_int, queue: &Arc<Queue>, ahandle: isize, user: u64) -> Op {
         bounce: None,
         deadline: None,
         late: false,
+        abandons: false,
+        mr: None,
     }
 }
 
@@ -451,7 +456,8 @@ fn resolve(
         // Most transfers are of this kind.
         require(v.len as u64 <= MAX_LENGTH, libc::EMSGSIZE)?;
         let keys = registered(library, device, v, what, op)?;
-        add_segment(op, v.base.expose_provenance() as u64, v.len, keys);
+        let addr = v.base.expose_provenance() as u64;
+        add_segment(op, addr, v.len, (keys.lkey, keys.rkey));
         return Ok(());
     }
     require(vec.len() <= MAX_SEGMENTS, libc::EMSGSIZE)?;
@@ -496,7 +502,8 @@ fn resolve(
                 op.keep.push(Keep::Map { _map: map });
             }
         } else if v.handle != UNREGISTERED {
-            Keys { lkey, rkey } = registered(library, device, v, what, op)?;
+            let keys = registered(library, device, v, what, op)?;
+            (lkey, rkey) = (keys.lkey, keys.rkey);
         } else if len > 0 {
             require(!v.base.is_null(), libc::EFAULT)?;
             let copied = what == Use::Source && !several && !persistent && total <= immediate;
@@ -520,10 +527,11 @@ fn resolve(
             } else {
                 let region = memory::register(device, addr, len, what)?;
                 (lkey, rkey) = (region.lkey(), region.rkey());
+                op.mr = Some(Ptr(region.mr()));
                 op.keep.push(Keep::Own { _region: region });
             }
         }
-        add_segment(op, addr, v.len, Keys { lkey, rkey });
+        add_segment(op, addr, v.len, (lkey, rkey));
     }
     Ok(())
 }
@@ -543,20 +551,21 @@ fn registered(
         let used = unsafe { Used::new(memory) }?;
         require(len == 0 || memory.contains(addr, len), libc::EACCES)?;
         let keys = memory.keys(device, what)?;
+        op.mr = Some(keys.mr);
         op.keep.push(Keep::Memory(used));
         Ok(keys)
     })
 }
 
 /// Adds memory to an operation. The caller has checked that the length is at most [`MAX_LENGTH`].
-fn add_segment(op: &mut Op, addr: u64, len: usize, keys: Keys) {
+fn add_segment(op: &mut Op, addr: u64, len: usize, (lkey, rkey): (u32, u32)) {
     let segment = |stag| Segment {
         addr,
         stag,
         len: u32::try_from(len).unwrap_or(0),
     };
-    op.segments.push(segment(keys.lkey));
-    op.remote.push(segment(keys.rkey));
+    op.segments.push(segment(lkey));
+    op.remote.push(segment(rkey));
 }
 
 /// The kind of a transfer.
@@ -1003,6 +1012,10 @@ pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -
                 within(1..=c_int::MAX)?;
                 &|s| s.connect_timeout = Duration::from_millis(u64::from(value.unsigned_abs()))
             }
+            F_SETRECVADVERT => {
+                within(0..=1)?;
+                &|s| s.ready = value == 1
+            }
             F_SETLINGER => {
                 within(0..=c_int::MAX)?;
                 &|s| s.linger = Duration::from_millis(u64::from(value.unsigned_abs()))
@@ -1019,7 +1032,7 @@ pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -
                 within(0..=1)?;
                 &|s| s.ordered = value == 1
             }
-            F_GETCREDITS..=F_GETLINGER => &|_| {},
+            F_GETCREDITS..=F_GETRECVADVERT => &|_| {},
             _ => return Err(libc::EINVAL),
         };
         let settings = socket.settings(change)?;
@@ -1029,6 +1042,7 @@ pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -
             F_GETSTREAMBUFFER => c_int::try_from(settings.buffer).unwrap_or(c_int::MAX),
             F_GETCONNECTTIMEOUT => shown(settings.connect_timeout),
             F_GETLINGER => shown(settings.linger),
+            F_GETRECVADVERT => c_int::from(settings.ready),
             _ => 0,
         })
     };

@@ -6,6 +6,7 @@ use libc::{c_int, c_void, sockaddr};
 #[link(name = "ibverbs")]
 unsafe extern "C" {
     pub(crate) fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd;
+    pub(crate) fn ibv_query_device(context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int;
     pub(crate) fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int;
     pub(crate) fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int;
     pub(crate) fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel;

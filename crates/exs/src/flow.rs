@@ -8,8 +8,13 @@
 //! The receiver of data reads it from the sender's memory. An advertisement of the sender waits in `adverts` for a receive,
 //! and a receive waits in `recvs` for an advertisement. The transfer of a matched pair is called a *move*. Moves end in the
 //! order in which they began. A *persistent* send or receive stays active for any number of transfers.
+//!
+//! A receiver that waits for the next message can advertise a receive instead ([`Message::Ready`]). The sender then writes its next send into
+//! the memory of that receive and says so ([`Message::Written`]). Advertised receives are consecutive, and each gets one send. If the sender
+//! has advertised a send before it knew of a receive, or if the send does not fit, the two ends are no longer *in step*: the sender refuses all
+//! advertised receives, and they read as if they had not been advertised.
 
-use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
+use crate::wire::{Bad, Follows, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
@@ -45,6 +50,8 @@ pub(crate) struct Recv {
     pub(crate) persistent: bool,
     pub(crate) wait_all: bool,
     pub(crate) offset: Option<u64>,
+    /// Whether it may be advertised to the peer. Cancelling it then takes an answer of the peer.
+    pub(crate) may_be_ready: bool,
 }
 
 /// How an operation ended.
@@ -88,6 +95,19 @@ pub(crate) enum Action {
     },
     /// Writes the data of a send to the peer's memory. [`Flow::written`] is called when the write has completed.
     Write { send: OpId, to: Segment },
+    /// Writes the data of a send to the peer's memory, and then sends the message. The answer of the peer shows that the write has completed.
+    Put {
+        message: Message,
+        send: OpId,
+        to: Segment,
+        /// Whether the STag is that of a memory window, which the message invalidates.
+        window: bool,
+    },
+    /// Sends a [`Message::Ready`], which advertises the memory of a receive. If it contains a window, a window is bound to this memory before,
+    /// and its STag is sent.
+    Ready { message: Message, recv: OpId },
+    /// Invalidates the window of the [`Message::Ready`] with this number. [`Flow::unbound`] is called when it is invalid.
+    Unbind(u32),
     /// Releases the message buffer: a receive is posted with it again.
     Release(Slot),
     /// Reports an operation.
@@ -131,6 +151,10 @@ struct Waiting {
     got: u64,
     /// Whether the receive was cancelled: it gets no more bytes than those that are being read into its memory.
     cancelled: bool,
+    /// The number of the message that has advertised the receive, until the peer has answered it.
+    ready: Option<u32>,
+    /// The number of such a message whose window is being invalidated. Meanwhile the receive gets no data and does not end.
+    unbinding: Option<u32>,
     /// How the receive has ended. This is reported after the earlier receives.
     ended: Option<Outcome>,
 }
@@ -152,8 +176,80 @@ enum Kind {
     Once,
     Persistent { notify: bool },
     Place,
+    Ready,
     Control,
 }
+
+/// What an end that sends data knows of the receives that the peer has advertised ([`Message::Ready`]).
+#[derive(Debug, Default)]
+struct Targets {
+    /// The receives for the next sends.
+    waiting: VecDeque<Target>,
+    /// Whether the last one was usable, and nothing but written sends has followed.
+    in_step: bool,
+    /// The number of the last message with data or an advertisement that was sent.
+    last: u32,
+}
+
+/// A receive of the peer.
+#[derive(Debug, Clone, Copy)]
+struct Target {
+    /// The number of the message that has advertised it.
+    number: u32,
+    memory: Segment,
+    /// Whether the STag is that of a memory window.
+    window: bool,
+}
+
+/// When an end that receives data advertises its receives ([`Message::Ready`]).
+#[derive(Debug)]
+struct Ahead {
+    /// Whether the peer understands it.
+    understood: bool,
+    /// The most receives that are advertised at the same time.
+    most: usize,
+    /// Whether each is advertised by a memory window.
+    windows: bool,
+    /// The number of advertised receives, and of those whose window is being invalidated.
+    count: usize,
+    unbinding: usize,
+    /// Whether another receive can be advertised, and this waits until the program has had the opportunity to answer.
+    due: bool,
+    /// Like [`Flow::answers`], for these messages.
+    answers: bool,
+    /// Whether the ends are in step, as far as this end knows.
+    in_step: bool,
+    /// The number of the peer's last message with data or an advertisement.
+    last: u32,
+    /// The number of advertisements of the peer to wait for before the next receive is advertised, and what it becomes if that was in vain.
+    pause: u32,
+    next_pause: u32,
+}
+
+impl Ahead {
+    /// Ends the advertisement `ready` of a receive, which the peer has not used.
+    fn take_back(&mut self, waiting: &mut Waiting, ready: u32, out: &mut Vec<Action>) {
+        waiting.ready = None;
+        if self.windows {
+            waiting.unbinding = Some(ready);
+            self.unbinding += 1;
+            out.push(Action::Unbind(ready));
+        } else if waiting.cancelled {
+            waiting.ended = Some(Outcome::Cancelled);
+        }
+    }
+
+    /// Records that the peer has not used an advertised receive.
+    fn slow_down(&mut self) {
+        self.next_pause = (self.next_pause * 2).clamp(MIN_PAUSE, MAX_PAUSE);
+        self.pause = self.next_pause;
+    }
+}
+
+/// The limits of [`Ahead::pause`]. Tests, which make calls at random, would otherwise hardly ever advertise a receive.
+const MIN_PAUSE: u32 = if RANDOM { 1 } else { 4 };
+const MAX_PAUSE: u32 = if RANDOM { 2 } else { 256 };
+const RANDOM: bool = cfg!(any(test, fuzzing));
 
 /// The buffer of a stream, for bytes that arrive before their receive.
 #[derive(Debug)]
@@ -189,6 +285,7 @@ pub(crate) struct Flow {
     /// The peer's persistent receive: sequence number and memory.
     place: Option<(u32, Segment)>,
     writes: VecDeque<(OpId, u64)>,
+    targets: Targets,
     /// Answers to the end of a persistent receive of the peer, which wait for the completion of local writes into its memory.
     place_ends: VecDeque<(u32, usize, Status)>,
 
@@ -207,6 +304,7 @@ pub(crate) struct Flow {
     /// acknowledgement had to be sent as a message of its own. While it is not set, no acknowledgement is held back.
     answers: bool,
     recvs: VecDeque<Waiting>,
+    ahead: Ahead,
     buffer: Buffer,
     moves: VecDeque<Move>,
     next_move: u64,
@@ -230,11 +328,14 @@ enum ControlKind {
 const MAX_MOVES: usize = 16;
 /// The most writes in progress. Each uses up to 8 send queue entries.
 const MAX_WRITES: usize = 16;
+/// The most receives that are advertised at the same time.
+pub(crate) const MAX_READY: u16 = 16;
 
 impl Flow {
     /// Returns the state of a new connection. `buffer`: the number of bytes of a stream that may be read before there is a
     /// receive for them.
     pub(crate) fn new(ours: Hello, theirs: Hello, buffer: u64) -> Self {
+        let may_advance = ours.ready && theirs.ready && !ours.stream;
         Self {
             stream: ours.stream,
             credits: u32::from(theirs.credits),
@@ -250,6 +351,7 @@ impl Flow {
             fin_sent: false,
             place: None,
             writes: VecDeque::new(),
+            targets: Targets::default(),
             place_ends: VecDeque::new(),
             granted: u32::from(ours.credits),
             our_immediate: u64::from(ours.immediate),
@@ -261,6 +363,21 @@ impl Flow {
             deferred: None,
             answers: true,
             recvs: VecDeque::new(),
+            ahead: Ahead {
+                // Half of the credits are left for sends.
+                most: usize::from((theirs.credits / 2).min(MAX_READY)) * usize::from(may_advance),
+                understood: may_advance,
+                windows: false,
+                count: 0,
+                unbinding: 0,
+                due: false,
+                answers: true,
+                in_step: false,
+                last: 0,
+                // Short messages contain their data, so it makes no sense to advertise receives for them.
+                pause: u32::from(theirs.immediate.min(ours.immediate) > 0),
+                next_pause: 0,
+            },
             buffer: Buffer {
                 size: if ours.stream { buffer } else { 0 },
                 taken: 0,
@@ -276,6 +393,17 @@ impl Flow {
         }
     }
 
+    /// Returns the most receives that are advertised at the same time.
+    pub(crate) fn most_ready(&self) -> usize {
+        self.ahead.most
+    }
+
+    /// Sets whether receives are advertised by memory windows, and how many there are.
+    pub(crate) fn set_windows(&mut self, windows: bool, most: usize) {
+        self.ahead.windows = windows;
+        self.ahead.most = self.ahead.most.min(most);
+    }
+
     /// Returns whether a receive would get data at once, and whether a send would be advertised at once.
     pub(crate) fn ready(&self) -> (bool, bool) {
         let input = !self.adverts.is_empty()
@@ -288,12 +416,24 @@ impl Flow {
         )
     }
 
+    /// Returns whether a receive waits for data of the peer, and would get the end of the data.
+    pub(crate) fn waits(&self, op: OpId) -> bool {
+        let waits = |w: &Waiting| w.recv.id == op && !w.cancelled && w.asked == 0;
+        self.recvs.iter().any(waits)
+    }
+
     /// Returns whether the peer has ended its direction, and all remaining data is in the buffer.
     pub(crate) fn is_at_end(&self) -> bool {
         self.peer_fin
             && self.adverts.is_empty()
             && self.moves.is_empty()
             && self.persistent.is_none()
+    }
+
+    /// Returns the number of the last message with data or an advertisement that was sent.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn last_advertised(&self) -> u32 {
+        self.targets.last
     }
 
     /// Returns the longest send that is sent as immediate data.
@@ -311,15 +451,23 @@ impl Flow {
         self.may_defer = may;
     }
 
-    /// Returns whether an acknowledgement is held back.
-    pub(crate) fn has_deferred(&self) -> bool {
-        self.deferred.is_some()
+    /// Returns whether messages are held back.
+    pub(crate) fn has_held(&self) -> bool {
+        self.deferred.is_some() || self.ahead.due
     }
 
-    /// Sends the acknowledgement that is held back, if there is one.
+    /// Sends what is held back, because the program does nothing that could carry it.
     pub(crate) fn flush(&mut self, out: &mut Vec<Action>) {
+        if self.ahead.due {
+            self.advertise_receives(out);
+        }
+        self.send_held(out);
+    }
+
+    fn send_held(&mut self, out: &mut Vec<Action>) {
         if let Some((seq, len)) = self.deferred.take() {
             self.answers = false;
+            self.ahead.answers = false;
             out.push(ack(seq, len, Status::Done));
         }
     }
@@ -327,6 +475,9 @@ impl Flow {
     pub(crate) fn send(&mut self, send: Send, out: &mut Vec<Action>) {
         self.sends.push_back(send);
         self.progress(out);
+        if self.ahead.due {
+            self.advertise_receives(out);
+        }
     }
 
     pub(crate) fn recv(&mut self, recv: Recv, out: &mut Vec<Action>) {
@@ -349,6 +500,8 @@ impl Flow {
                 asked: 0,
                 got: 0,
                 cancelled: false,
+                ready: None,
+                unbinding: None,
                 ended,
             });
         }
@@ -368,12 +521,15 @@ impl Flow {
     pub(crate) fn has_delivered(&self) -> bool {
         self.sends.is_empty()
             && self.writes.is_empty()
-            && self.sent.iter().all(|s| s.kind == Kind::Place)
+            && self
+                .sent
+                .iter()
+                .all(|s| matches!(s.kind, Kind::Place | Kind::Ready))
     }
 
     /// Ends the direction to the peer once all sends are advertised.
     pub(crate) fn shutdown(&mut self, op: OpId, out: &mut Vec<Action>) {
-        self.flush(out);
+        self.send_held(out);
         self.fin = Some(op);
         self.progress(out);
     }
@@ -403,7 +559,10 @@ impl Flow {
 
     /// Returns the most bytes that can be on their way to the peer or from it.
     pub(crate) fn in_progress(&self) -> u64 {
-        let sends = self.sent.iter().filter(|s| s.kind != Kind::Place);
+        let sends = self
+            .sent
+            .iter()
+            .filter(|s| !matches!(s.kind, Kind::Place | Kind::Ready));
         let sent = sends.map(|s| s.len);
         let moves = self.moves.iter().map(|m| m.len);
         sent.chain(moves)
@@ -414,6 +573,8 @@ impl Flow {
     /// Forgets the receives, which the end of the connection has ended. Later ones get the buffered data and the end of the stream.
     pub(crate) fn end_receives(&mut self) {
         self.recvs.clear();
+        self.ahead.count = 0;
+        self.ahead.most = 0;
         self.standing = None;
         self.standing_ends.clear();
     }
@@ -435,7 +596,11 @@ impl Flow {
             let moving = self.moves.iter().any(|m| m.recv == op);
             if let Some(waiting) = self.recvs.get_mut(at).filter(|w| w.ended.is_none()) {
                 waiting.cancelled = true;
-                if !moving && self.ordered {
+                if let Some(of) = waiting.ready {
+                    self.request_cancel(of);
+                } else if waiting.unbinding.is_some() {
+                    // It ends when the window is invalid.
+                } else if !moving && self.ordered {
                     waiting.ended = Some(Outcome::Cancelled);
                 } else if !moving {
                     out.push(complete(op, Outcome::Cancelled, waiting.got));
@@ -451,16 +616,20 @@ impl Flow {
             .find(|s| s.op == Some(op) && s.answer.is_none())
         {
             let of = sent.seq;
-            let asked = self
-                .waiting_controls
-                .iter()
-                .any(|(k, o, _)| *k == ControlKind::Cancel && *o == of);
-            if sent.kind != Kind::Control && !asked {
-                self.waiting_controls
-                    .push_back((ControlKind::Cancel, of, 0));
+            if sent.kind != Kind::Control {
+                self.request_cancel(of);
             }
         }
         self.progress(out);
+    }
+
+    /// Adds a request to the peer to end the message `of` of this end.
+    fn request_cancel(&mut self, of: u32) {
+        let cancel = (ControlKind::Cancel, of, 0);
+        let asked = self.sent.iter().any(|s| s.cancels == Some(of));
+        if !asked && !self.waiting_controls.contains(&cancel) {
+            self.waiting_controls.push_back(cancel);
+        }
     }
 
     /// Handles a message of the peer. Its immediate data stays in `slot` until [`Action::Release`].
@@ -483,22 +652,26 @@ impl Flow {
             | Message::Notify { seq, .. }
             | Message::Cancel { seq, .. }
             | Message::Fin { seq }
+            | Message::Ready { seq, .. }
+            | Message::Written { seq, .. }
             | Message::Ack { seq, .. } => *seq,
         };
         if seq != self.peer_seq.wrapping_add(1) {
             return Err(Bad::Order);
         }
         self.peer_seq = seq;
-        if let Message::Advert { acks, .. } | Message::Immediate { acks, .. } = &message
-            && let Some(acked) = acks
-        {
+        if let Some(acked) = message.acks() {
             let sent = self.sent.iter().find(|s| s.seq == acked.get());
             let len = sent.filter(|s| s.kind == Kind::Once).map(|s| s.len);
             self.answered(acked.get(), len.ok_or(Bad::Order)?, Status::Done, out)?;
         }
         if matches!(
             message,
-            Message::Advert { .. } | Message::Immediate { .. } | Message::Place { .. }
+            Message::Advert { .. }
+                | Message::Immediate { .. }
+                | Message::Place { .. }
+                | Message::Ready { .. }
+                | Message::Written { .. }
         ) {
             if self.peer_unanswered >= self.granted || self.peer_fin {
                 return Err(Bad::Order);
@@ -513,6 +686,7 @@ impl Flow {
                 notify,
                 ..
             } => {
+                self.out_of_step(seq, out);
                 let len = total(&segments);
                 let empty = self.stream && len == 0;
                 let advert = Advert {
@@ -539,6 +713,8 @@ impl Flow {
                 if len > self.our_immediate {
                     return Err(Bad::Field);
                 }
+                self.out_of_step(seq, out);
+                self.ahead.pause = self.ahead.pause.max(1);
                 // In a stream, an empty message would look like the end of the data to the receiving program.
                 if self.stream && len == 0 {
                     self.answer(seq, 0, Status::Done, out);
@@ -555,7 +731,34 @@ impl Flow {
                     });
                 }
             }
+            Message::Ready {
+                segment,
+                follows,
+                window,
+                ..
+            } => {
+                let target = Target {
+                    number: seq,
+                    memory: segment,
+                    window,
+                };
+                self.arrived_ready(target, follows, out)?;
+            }
+            Message::Written { to, len, .. } => {
+                let waiting = self.recvs.iter_mut().find(|w| w.ready.is_some());
+                let waiting = waiting.filter(|w| w.ready == Some(to) && u64::from(len) <= w.len);
+                let waiting = waiting.ok_or(Bad::Order)?;
+                waiting.ready = None;
+                waiting.got = len.into();
+                waiting.ended = Some(Outcome::Done);
+                self.ahead.count -= 1;
+                self.ahead.last = seq;
+                self.ahead.next_pause /= 2;
+                self.end_ready(to);
+                self.answer_taken(seq, len.into(), out);
+            }
             Message::Place { segment, .. } => {
+                self.leave_step(out);
                 if let Some((old, _)) = self.place.replace((seq, segment)) {
                     self.end_place(old, Status::Done, out);
                 }
@@ -577,7 +780,11 @@ impl Flow {
                 self.acknowledge(seq, out);
             }
             Message::Cancel { of, .. } => {
-                if self.place.is_some_and(|(s, _)| s == of) {
+                let target = self.targets.waiting.iter().position(|t| t.number == of);
+                if let Some(at) = target {
+                    self.targets.waiting.remove(at);
+                    self.answer(of, 0, Status::Cancelled, out);
+                } else if self.place.is_some_and(|(s, _)| s == of) {
                     self.place = None;
                     self.end_place(of, Status::Cancelled, out);
                 } else if self.persistent.as_ref().is_some_and(|a| a.seq == of) {
@@ -596,6 +803,8 @@ impl Flow {
                 self.acknowledge(seq, out);
             }
             Message::Fin { .. } => {
+                let last = self.ahead.last;
+                self.out_of_step(last, out);
                 self.peer_fin = true;
                 self.acknowledge(seq, out);
             }
@@ -634,6 +843,192 @@ impl Flow {
         self.progress(out);
     }
 
+    /// Handles the advertisement of a receive of the peer.
+    fn arrived_ready(
+        &mut self,
+        target: Target,
+        follows: Follows,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Bad> {
+        if !self.ahead.understood {
+            return Err(Bad::Order);
+        }
+        let in_step = match follows {
+            Follows::Data { seq: last, .. } => {
+                last == self.targets.last && self.targets.waiting.is_empty()
+            }
+            Follows::Ready { .. } => self.targets.in_step,
+        };
+        let persistent = |s: &Sent| matches!(s.kind, Kind::Persistent { .. });
+        let usable =
+            in_step && !self.is_shut() && self.place.is_none() && !self.sent.iter().any(persistent);
+        if usable {
+            self.targets.in_step = true;
+            self.targets.waiting.push_back(target);
+        } else {
+            self.leave_step(out);
+            self.answer(target.number, 0, Status::Refused, out);
+        }
+        Ok(())
+    }
+
+    /// Refuses the advertised receives of the peer, because what this end does next does not match them.
+    fn leave_step(&mut self, out: &mut Vec<Action>) {
+        self.targets.in_step = false;
+        while let Some(target) = self.targets.waiting.pop_front() {
+            self.answer(target.number, 0, Status::Refused, out);
+        }
+    }
+
+    /// Records that the peer has sent the message `seq`, before which it has refused all advertised receives.
+    fn out_of_step(&mut self, seq: u32, out: &mut Vec<Action>) {
+        self.ahead.last = seq;
+        self.ahead.in_step = false;
+        if self.ahead.count == 0 {
+            self.ahead.pause = self.ahead.pause.saturating_sub(1);
+            return;
+        }
+        self.ahead.count = 0;
+        self.ahead.slow_down();
+        for waiting in &mut self.recvs {
+            let Some(ready) = waiting.ready else {
+                continue;
+            };
+            self.ahead.take_back(waiting, ready, out);
+            // The answer of the peer will only return the credit.
+            if let Some(sent) = self.sent.iter_mut().find(|s| s.seq == ready) {
+                sent.op = None;
+            }
+        }
+    }
+
+    /// Removes the message that has advertised a receive, because the peer has answered it.
+    fn end_ready(&mut self, seq: u32) {
+        let ready = |s: &Sent| s.seq == seq && s.kind == Kind::Ready;
+        if let Some(at) = self.sent.iter().position(ready) {
+            self.sent.remove(at);
+            self.credits += 1;
+        }
+        if !self.waiting_controls.is_empty() {
+            self.waiting_controls
+                .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
+        }
+    }
+
+    /// Records that the peer does not use the receive that the message `seq` advertised.
+    fn unused_ready(&mut self, seq: u32, status: Status, out: &mut Vec<Action>) {
+        self.end_ready(seq);
+        let waiting = self.recvs.iter_mut().find(|w| w.ready == Some(seq));
+        let Some(waiting) = waiting else { return };
+        self.ahead.count -= 1;
+        self.ahead.take_back(waiting, seq, out);
+        if status == Status::Refused {
+            self.ahead.in_step = false;
+            self.ahead.slow_down();
+        }
+    }
+
+    /// Takes back the advertisement of a cancelled receive without an answer of the peer. If the peer uses it nevertheless, the connection ends.
+    pub(crate) fn abandon(&mut self, op: OpId, out: &mut Vec<Action>) {
+        let waiting = self.recvs.iter_mut().find(|w| w.recv.id == op);
+        if let Some(waiting) = waiting
+            && let Some(ready) = waiting.ready
+        {
+            if let Some(sent) = self.sent.iter_mut().find(|s| s.seq == ready) {
+                sent.op = None;
+            }
+            self.ahead.count -= 1;
+            self.ahead.take_back(waiting, ready, out);
+        }
+        self.progress(out);
+    }
+
+    /// Records that the window of the message `seq`, which advertised a receive, is invalid.
+    pub(crate) fn unbound(&mut self, seq: u32, out: &mut Vec<Action>) {
+        let waiting = self.recvs.iter_mut().find(|w| w.unbinding == Some(seq));
+        if let Some(waiting) = waiting {
+            waiting.unbinding = None;
+            if waiting.cancelled {
+                waiting.ended = Some(Outcome::Cancelled);
+            }
+            self.ahead.unbinding -= 1;
+        }
+        self.progress(out);
+    }
+
+    /// Advertises the receives for the peer's next sends.
+    fn advertise_receives(&mut self, out: &mut Vec<Action>) {
+        self.ahead.due = false;
+        while self.ahead.count < self.ahead.most
+            && self.ahead.pause == 0
+            // The receives whose windows become invalid get data before all others.
+            && self.ahead.unbinding == 0
+            // Some credits are left for sends.
+            && self.credits as usize * 2 > self.ahead.most
+            && self.adverts.is_empty()
+            && self.persistent.is_none()
+            && self.standing.is_none()
+            && !self.peer_fin
+            && !self.is_shut()
+            && (self.ahead.in_step || self.ahead.count == 0)
+        {
+            let moves = &self.moves;
+            let waits = |w: &&mut Waiting| {
+                w.ready.is_none()
+                    && w.ended.is_none()
+                    && w.asked == 0
+                    && !moves.iter().any(|m| m.recv == w.recv.id)
+            };
+            let Some(waiting) = self.recvs.iter_mut().find(waits) else {
+                return;
+            };
+            let segment = match waiting.recv.segments.as_slice() {
+                [segment] if segment.len > 0 => *segment,
+                _ => return,
+            };
+            if !waiting.recv.may_be_ready || waiting.recv.offset.is_some_and(|o| o != 0) {
+                return;
+            }
+            let seq = self.next_seq;
+            waiting.ready = Some(seq);
+            let recv = waiting.recv.id;
+            self.next_seq = seq.wrapping_add(1);
+            self.ahead.count += 1;
+            self.credits -= 1;
+            self.sent.push_back(Sent {
+                seq,
+                op: Some(recv),
+                len: 0,
+                kind: Kind::Ready,
+                answer: None,
+                cancels: None,
+            });
+            let follows = if self.ahead.in_step {
+                Follows::Ready {
+                    acks: self.carried_or_held(),
+                }
+            } else {
+                let last = self.ahead.last;
+                if self.deferred.is_some_and(|(seq, _)| seq != last) {
+                    self.send_held(out);
+                }
+                Follows::Data {
+                    seq: last,
+                    acks: self.carried_or_held().is_some(),
+                }
+            };
+            self.ahead.in_step = true;
+            self.ahead.answers = true;
+            let message = Message::Ready {
+                seq,
+                segment,
+                follows,
+                window: self.ahead.windows,
+            };
+            out.push(Action::Ready { message, recv });
+        }
+    }
+
     fn answered(
         &mut self,
         seq: u32,
@@ -649,6 +1044,13 @@ impl Flow {
         let earlier = self.sent.iter().take(at).any(|s| s.kind == Kind::Once);
         let sent = self.sent.get_mut(at).filter(|s| len <= s.len);
         let sent = sent.ok_or(Bad::Field)?;
+        if sent.kind == Kind::Ready {
+            if status == Status::Done {
+                return Err(Bad::Field);
+            }
+            self.unused_ready(seq, status, out);
+            return Ok(());
+        }
         if sent.kind == Kind::Control {
             self.controls += 1;
         } else {
@@ -745,7 +1147,7 @@ impl Flow {
     /// Answers a message that used a credit.
     fn answer(&mut self, seq: u32, len: u64, status: Status, out: &mut Vec<Action>) {
         self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
-        self.flush(out);
+        self.send_held(out);
         out.push(ack(seq, len, status));
     }
 
@@ -753,18 +1155,26 @@ impl Flow {
     /// this end.
     fn answer_taken(&mut self, seq: u32, len: u64, out: &mut Vec<Action>) {
         let may_follow = self.credits > 0 && self.place.is_none() && !self.is_shut();
-        if !self.may_defer || !self.answers || !may_follow || seq == 0 {
+        let by_receive = self.ahead.answers && self.ahead.most > 0 && self.ahead.pause == 0;
+        if !self.may_defer || !(self.answers || by_receive) || !may_follow || seq == 0 {
             return self.answer(seq, len, Status::Done, out);
         }
         self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
         // Sends of the peer complete in the order in which they began.
-        self.flush(out);
+        self.send_held(out);
         self.deferred = Some((seq, len));
     }
 
     /// Takes the held acknowledgement, for an advertisement that is sent now.
     fn carried(&mut self) -> Option<NonZeroU32> {
         self.answers = true;
+        self.deferred
+            .take()
+            .and_then(|(seq, _)| NonZeroU32::new(seq))
+    }
+
+    /// Takes the held acknowledgement, for the advertisement of a receive. A program that does nothing but receive has no other messages.
+    fn carried_or_held(&mut self) -> Option<NonZeroU32> {
         self.deferred
             .take()
             .and_then(|(seq, _)| NonZeroU32::new(seq))
@@ -802,6 +1212,15 @@ impl Flow {
             self.report_received(out);
         }
         self.start_sends(out);
+        // As long as the peer knows of a receive, its program's next send does not depend on this message, but perhaps on an answer that
+        // this end's program is about to send.
+        if self.may_defer && self.ahead.count > 0 {
+            self.ahead.due = self.ahead.count < self.ahead.most
+                && self.ahead.pause == 0
+                && self.recvs.len() > self.ahead.count;
+        } else {
+            self.advertise_receives(out);
+        }
         self.start_controls(out);
         self.answer_persistent(out);
     }
@@ -854,6 +1273,9 @@ impl Flow {
         let more = |w: &Waiting, stream: bool, moving: bool| {
             if w.cancelled || w.ended.is_some() {
                 false
+            } else if w.ready.or(w.unbinding).is_some() {
+                // The next data is for this receive, and it cannot have it now.
+                true
             } else if stream && w.recv.wait_all && w.len > 0 {
                 w.asked < w.len
             } else {
@@ -872,6 +1294,9 @@ impl Flow {
         let Some(waiting) = self.recvs.get_mut(at) else {
             return false;
         };
+        if waiting.ready.or(waiting.unbinding).is_some() {
+            return false;
+        }
         let (id, asked, offset) = (waiting.recv.id, waiting.asked, waiting.recv.offset);
         let room = waiting.len - asked;
         if self.buffer.asked > self.buffer.taken && offset.is_none_or(|o| o == 0) {
@@ -1125,7 +1550,7 @@ impl Flow {
                 *sent = Some(seq);
             }
             // After this message the peer sends by Writes. They start only when its advertised sends are acknowledged.
-            self.flush(out);
+            self.send_held(out);
             out.push(Action::Message(Message::Place { seq, segment }, None));
         }
         loop {
@@ -1172,11 +1597,25 @@ impl Flow {
             if send.offset.is_some_and(|o| o != 0) || self.credits == 0 || !self.writes.is_empty() {
                 return;
             }
+            let fits = |t: &&Target| {
+                !send.persistent
+                    && send.segments.len() == 1
+                    && (self.immediate + 1..=u64::from(t.memory.len)).contains(&len)
+            };
+            let target = self.targets.waiting.front().filter(fits).copied();
+            if target.is_some() {
+                // The message to the peer is also the answer.
+                self.targets.waiting.pop_front();
+                self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
+            } else {
+                self.leave_step(out);
+            }
             self.credits -= 1;
             let Some(send) = self.sends.pop_front() else {
                 return;
             };
             let seq = self.number();
+            self.targets.last = seq;
             let kind = if send.persistent {
                 Kind::Persistent {
                     notify: send.notify,
@@ -1192,7 +1631,23 @@ impl Flow {
                 answer: None,
                 cancels: None,
             });
-            if !send.persistent && len <= self.immediate && send.segments.len() == 1 {
+            if let (Some(target), Ok(len)) = (target, u32::try_from(len)) {
+                let message = Message::Written {
+                    seq,
+                    to: target.number,
+                    len,
+                    acks: self.carried(),
+                };
+                out.push(Action::Put {
+                    message,
+                    send: send.id,
+                    to: Segment {
+                        len,
+                        ..target.memory
+                    },
+                    window: target.window,
+                });
+            } else if !send.persistent && len <= self.immediate && send.segments.len() == 1 {
                 let len = u32::try_from(len).unwrap_or(0);
                 let acks = self.carried();
                 out.push(Action::Message(
@@ -1232,7 +1687,7 @@ impl Flow {
             });
             if kind == ControlKind::Notify {
                 // The acknowledgement of an earlier send goes first, because the peer reports both as events of sends, in order.
-                self.flush(out);
+                self.send_held(out);
             }
             let message = match kind {
                 ControlKind::Notify => Message::Notify { seq, of, len },
@@ -1247,6 +1702,7 @@ impl Flow {
             && !self.sent.iter().any(|s| s.kind == Kind::Once)
             && let Some(op) = self.fin.take()
         {
+            self.leave_step(out);
             let seq = self.number();
             self.controls -= 1;
             self.fin_sent = true;
@@ -1313,6 +1769,7 @@ mod tests {
             stream: false,
             credits: 2,
             immediate: 64,
+            ready: false,
         };
         Flow::new(hello, hello, 0)
     }
@@ -1352,6 +1809,7 @@ mod tests {
             persistent: false,
             wait_all: false,
             offset: None,
+            may_be_ready: true,
         }
     }
 
@@ -1549,8 +2007,196 @@ mod tests {
             stream: true,
             credits: 4,
             immediate: 0,
+            ready: true,
         };
         Flow::new(hello, hello, 250)
+    }
+
+    /// Returns an end that advertises receives, whose peer does too.
+    fn ahead() -> Flow {
+        let hello = Hello {
+            stream: false,
+            credits: 4,
+            immediate: 0,
+            ready: true,
+        };
+        Flow::new(hello, hello, 0)
+    }
+
+    fn ready(seq: u32, follows: Follows) -> Message {
+        let segment = memory(100)[0];
+        let window = false;
+        Message::Ready {
+            seq,
+            segment,
+            follows,
+            window,
+        }
+    }
+
+    const FIRST: Follows = Follows::Data {
+        seq: 0,
+        acks: false,
+    };
+    const NEXT: Follows = Follows::Ready { acks: None };
+
+    #[test]
+    fn waiting_receives_are_advertised_and_end_in_order() {
+        let mut flow = ahead();
+        let mut out = Vec::new();
+        for (number, follows) in [(1, FIRST), (2, NEXT)] {
+            let message = ready(number, follows);
+            let id = OpId::from(number) + 4;
+            flow.recv(recv(id), &mut out);
+            assert_eq!(out, [Action::Ready { message, recv: id }]);
+            out.clear();
+        }
+        // Half of the credits are left for sends.
+        flow.recv(recv(7), &mut out);
+        assert_eq!(out, []);
+        let written = |seq, to, len| Message::Written {
+            seq,
+            to,
+            len,
+            acks: None,
+        };
+        assert_eq!(flow.arrived(written(1, 1, 60), 3, &mut out), Ok(()));
+        let next = Action::Ready {
+            message: ready(3, NEXT),
+            recv: 7,
+        };
+        let ends = [
+            Action::Release(3),
+            ack(1, 60, Status::Done),
+            complete(5, Outcome::Done, 60),
+            next,
+        ];
+        assert_eq!(out, ends);
+        for (bad, name) in [
+            (written(2, 3, 60), "not the next receive"),
+            (written(2, 2, 101), "more than the receive has room for"),
+            (written(2, 1, 60), "a receive that has ended"),
+            (
+                Message::Ack {
+                    seq: 2,
+                    len: 0,
+                    status: Status::Done,
+                },
+                "a receive cannot be done without data",
+            ),
+        ] {
+            let mut flow = ahead();
+            flow.recv(recv(5), &mut out);
+            flow.recv(recv(6), &mut out);
+            assert_eq!(flow.arrived(written(1, 1, 60), 3, &mut out), Ok(()));
+            assert!(flow.arrived(bad, 4, &mut out).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_send_is_written_to_an_advertised_receive() {
+        let mut flow = ahead();
+        let mut out = Vec::new();
+        for (slot, follows) in [(0, FIRST), (1, NEXT)] {
+            let message = ready(slot as u32 + 1, follows);
+            assert_eq!(flow.arrived(message, slot, &mut out), Ok(()));
+            assert_eq!(out, [Action::Release(slot)]);
+            out.clear();
+        }
+        flow.send(send(7, false), &mut out);
+        let message = Message::Written {
+            seq: 1,
+            to: 1,
+            len: 100,
+            acks: None,
+        };
+        let put = Action::Put {
+            message,
+            send: 7,
+            to: memory(100)[0],
+            window: false,
+        };
+        assert_eq!(out, [put]);
+        out.clear();
+        // The next send does not fit, so the second receive is refused and the send is advertised.
+        let long = Send {
+            segments: memory(101),
+            ..send(8, false)
+        };
+        flow.send(long, &mut out);
+        assert_eq!(out[0], ack(2, 0, Status::Refused));
+        assert!(matches!(
+            out[1],
+            Action::Message(Message::Advert { seq: 2, .. }, None)
+        ));
+        out.clear();
+        // The peer sent these before it knew of that: the receive follows one that was refused, or a message that was not the last.
+        let late = Follows::Data {
+            seq: 1,
+            acks: false,
+        };
+        for (seq, follows) in [(3, NEXT), (4, late)] {
+            assert_eq!(flow.arrived(ready(seq, follows), 0, &mut out), Ok(()));
+            assert!(out.contains(&ack(seq, 0, Status::Refused)), "{out:?}");
+            out.clear();
+        }
+        let known = Follows::Data {
+            seq: 2,
+            acks: false,
+        };
+        assert_eq!(flow.arrived(ready(5, known), 0, &mut out), Ok(()));
+        assert_eq!(out, [Action::Release(0)]);
+    }
+
+    #[test]
+    fn a_receive_whose_advertisement_crosses_that_of_a_send_is_read() {
+        for windows in [false, true] {
+            let mut flow = ahead();
+            flow.set_windows(windows, 2);
+            let mut out = Vec::new();
+            flow.recv(recv(5), &mut out);
+            out.clear();
+            assert_eq!(flow.arrived(advert(1), 0, &mut out), Ok(()));
+            let read = Action::Read {
+                number: 0,
+                to: 5,
+                at: 0,
+                from: memory(100),
+            };
+            if windows {
+                // The peer must not be able to write any more when the data is read.
+                assert_eq!(out, [Action::Release(0), Action::Unbind(1)]);
+                out.clear();
+                flow.unbound(1, &mut out);
+                assert_eq!(out, [read]);
+            } else {
+                assert_eq!(out, [Action::Release(0), read]);
+            }
+        }
+    }
+
+    #[test]
+    fn an_advertised_receive_is_cancelled_when_the_peer_has_given_it_back() {
+        let mut flow = ahead();
+        let mut out = Vec::new();
+        flow.recv(recv(5), &mut out);
+        out.clear();
+        flow.cancel(5, &mut out);
+        flow.cancel(5, &mut out);
+        let request = Message::Cancel { seq: 2, of: 1 };
+        assert_eq!(out, [Action::Message(request, None)]);
+        assert!(flow.needs_peer(5));
+        out.clear();
+        let given_back = Message::Ack {
+            seq: 1,
+            len: 0,
+            status: Status::Cancelled,
+        };
+        assert_eq!(flow.arrived(given_back, 0, &mut out), Ok(()));
+        assert_eq!(
+            out,
+            [Action::Release(0), complete(5, Outcome::Cancelled, 0)]
+        );
     }
 
     #[test]
@@ -1567,7 +2213,7 @@ mod tests {
         flow.recv(recv(6), &mut out);
         assert_eq!(flow.arrived(first, 0, &mut out), Ok(()));
         assert!(!out.iter().any(|a| matches!(a, Action::Message(..))));
-        assert!(flow.has_deferred());
+        assert!(flow.has_held());
         out.clear();
         flow.send(send(7, false), &mut out);
         assert!(
@@ -1577,7 +2223,7 @@ mod tests {
             ),
             "{out:?}"
         );
-        assert!(!flow.has_deferred());
+        assert!(!flow.has_held());
         // If the program sends nothing, `flush` sends the acknowledgement as a message of its own.
         out.clear();
         let second = Message::Immediate {

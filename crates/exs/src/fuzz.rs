@@ -11,7 +11,7 @@
 )]
 
 use crate::flow::{self, Action, BUFFER, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
-use crate::wire::{HEADER_LENGTH, Hello, Message, Segment, Segments, Status};
+use crate::wire::{Follows, HEADER_LENGTH, Hello, Message, Segment, Segments, Status};
 use smallvec::smallvec;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU32;
@@ -74,6 +74,12 @@ struct End {
     /// All memory that the peer has advertised.
     offered: Vec<Segment>,
     places: Vec<Segment>,
+    /// The receives that the peer has advertised and this end has not answered, and those of this end that the peer has not answered.
+    targets: BTreeMap<u32, Segment>,
+    readies: BTreeMap<u32, Segment>,
+    /// The windows that are bound, with their receives, and those whose invalidation has not completed.
+    bound: BTreeMap<u32, OpId>,
+    unbinding: VecDeque<u32>,
     /// The calls, sends and receives, in the order in which they ended.
     order: Vec<OpId>,
     shut: bool,
@@ -102,6 +108,10 @@ impl End {
             due: BTreeSet::new(),
             offered: Vec::new(),
             places: Vec::new(),
+            targets: BTreeMap::new(),
+            readies: BTreeMap::new(),
+            bound: BTreeMap::new(),
+            unbinding: VecDeque::new(),
             order: Vec::new(),
             shut: false,
         }
@@ -167,7 +177,7 @@ impl End {
 
     fn recv(&mut self, len: u32, flags: u8, offset: Option<u64>) {
         let (id, mut segments) = self.call(true, len);
-        if flags & 1 != 0 {
+        if flags & 5 != 0 {
             segments = smallvec![Segment {
                 addr: address(id),
                 stag: id as u32,
@@ -180,6 +190,7 @@ impl End {
             persistent: flags & 1 != 0,
             wait_all: flags & 2 != 0,
             offset,
+            may_be_ready: flags & 8 == 0,
         };
         self.calls.get_mut(&id).unwrap().persistent = recv.persistent;
         let mut out = Vec::new();
@@ -206,11 +217,25 @@ impl End {
     fn arrives(&mut self, message: Message, data: Vec<u8>) -> bool {
         let slot = self.next_slot;
         self.next_slot += 1;
-        self.slots.insert(slot, data);
+        self.slots.insert(slot, data.clone());
+        let mut written = None;
         let answered = match &message {
             Message::Ack { seq, .. } => {
                 self.unanswered.remove(seq);
+                self.readies.remove(seq);
                 None
+            }
+            Message::Ready { seq, segment, .. } => {
+                self.targets.insert(*seq, *segment);
+                Some(*seq)
+            }
+            Message::Written { seq, to, .. } => {
+                self.unanswered.remove(to);
+                written = self.readies.remove(to);
+                if written.is_some() {
+                    self.bound.remove(to);
+                }
+                Some(*seq)
             }
             Message::Advert { seq, segments, .. } => {
                 self.offered.extend(segments);
@@ -226,14 +251,19 @@ impl End {
             | Message::Fin { seq } => Some(*seq),
         };
         self.due.extend(answered);
-        if let Message::Advert { acks, .. } | Message::Immediate { acks, .. } = &message
-            && let Some(acked) = acks
-        {
+        if let Some(acked) = message.acks() {
             self.unanswered.remove(&acked.get());
         }
         let mut out = Vec::new();
         let good = self.flow.arrived(message, slot, &mut out).is_ok();
         if good {
+            // The Write has preceded the message.
+            if let Some(memory) = written {
+                let (call, at) = (memory.addr >> 32, memory.addr & 0xffff_ffff);
+                for (i, byte) in data.iter().enumerate() {
+                    self.store(call, at + i as u64, *byte);
+                }
+            }
             self.perform(out);
         }
         good
@@ -264,6 +294,19 @@ impl End {
         self.flow.written(send, &mut out);
         self.perform(out);
         Some((send, to))
+    }
+
+    /// Completes the oldest invalidation of a window. Returns whether there was one.
+    fn unbound(&mut self) -> bool {
+        let Some(ready) = self.unbinding.pop_front() else {
+            return false;
+        };
+        let bound = self.bound.remove(&ready);
+        assert!(bound.is_some(), "{ready} has no window");
+        let mut out = Vec::new();
+        self.flow.unbound(ready, &mut out);
+        self.perform(out);
+        true
     }
 
     fn store(&mut self, to: OpId, at: u64, byte: u8) {
@@ -346,6 +389,39 @@ impl End {
                     );
                     self.writes.push_back((send, to));
                 }
+                Action::Ready { message, recv } => {
+                    if let Message::Ready {
+                        seq, window: true, ..
+                    } = message
+                    {
+                        self.bound.insert(seq, recv);
+                        assert!(self.bound.len() <= WINDOWS, "more windows than exist");
+                    }
+                    self.say(message, None);
+                }
+                Action::Unbind(ready) => {
+                    assert!(self.bound.contains_key(&ready));
+                    self.unbinding.push_back(ready);
+                }
+                Action::Put {
+                    message, send, to, ..
+                } => {
+                    let Message::Written {
+                        seq, to: number, ..
+                    } = message
+                    else {
+                        panic!("a Write before {message:?}");
+                    };
+                    let call = &self.calls[&send];
+                    assert!(!call.receives && call.len == u64::from(to.len));
+                    let memory = self.targets.remove(&number);
+                    let memory = memory.expect("the peer waits for this data");
+                    assert!(self.due.remove(&number), "{seq} answers {number}");
+                    assert!(
+                        (to.addr, to.stag) == (memory.addr, memory.stag) && to.len <= memory.len
+                    );
+                    self.say(message, Some(send));
+                }
                 Action::Release(slot) => {
                     let removed = self.slots.remove(&slot);
                     assert!(removed.is_some(), "slot {slot} is released twice");
@@ -364,6 +440,8 @@ impl End {
                     );
                     assert!(call.ended.is_none(), "call {op} has two events");
                     assert!(len <= call.len, "{len} bytes of a call with {}", call.len);
+                    let bound = self.bound.values().any(|recv| *recv == op);
+                    assert!(!bound, "call {op} ended before its window");
                     if outcome != Outcome::WasRead {
                         call.ended = Some((outcome, len));
                         self.order.push(op);
@@ -388,28 +466,33 @@ impl End {
     }
 
     fn flush(&mut self) -> bool {
-        let any = self.flow.has_deferred();
+        let held = self.flow.has_held();
         let mut out = Vec::new();
         self.flow.flush(&mut out);
-        assert_eq!(out.is_empty(), !any);
+        assert!(held || out.is_empty());
+        let any = !out.is_empty();
         self.perform(out);
         any
     }
 
     fn say(&mut self, message: Message, data: Option<OpId>) {
-        if let Message::Advert { acks, .. } | Message::Immediate { acks, .. } = &message
-            && let Some(acked) = acks
-        {
+        if let Some(acked) = message.acks() {
             let due = self.due.remove(&acked.get());
             assert!(due, "{acked} is answered twice, or unasked");
         }
         let number = match &message {
             Message::Ack { seq, .. } => {
                 assert!(self.due.remove(seq), "{seq} is answered twice, or unasked");
+                self.targets.remove(seq);
                 None
+            }
+            Message::Ready { seq, segment, .. } => {
+                self.readies.insert(*seq, *segment);
+                Some((*seq, true))
             }
             Message::Advert { seq, .. }
             | Message::Immediate { seq, .. }
+            | Message::Written { seq, .. }
             | Message::Place { seq, .. } => Some((*seq, true)),
             Message::Notify { seq, .. } | Message::Cancel { seq, .. } | Message::Fin { seq } => {
                 Some((*seq, false))
@@ -428,11 +511,19 @@ impl End {
         }
         let bytes = data.map_or_else(Vec::new, |id| self.calls[&id].bytes.clone());
         // Encoding and parsing a message must give the same message.
-        let raw = [message.bytes(), bytes.clone()].concat();
+        let inside = if matches!(message, Message::Immediate { .. }) {
+            bytes.as_slice()
+        } else {
+            &[]
+        };
+        let raw = [message.bytes(), inside.to_vec()].concat();
         assert_eq!(Message::read(&raw), Ok(message.clone()));
         self.out.push_back((message, bytes));
     }
 }
+
+/// The number of windows of an end, if there are any.
+const WINDOWS: usize = 3;
 
 /// Runs a scenario with any bytes: arbitrary messages of a peer, or arbitrary calls of two programs.
 pub fn run(bytes: &[u8]) {
@@ -442,6 +533,7 @@ pub fn run(bytes: &[u8]) {
         stream: choice & 2 != 0,
         credits: u16::from(input.byte() % 8) + 1,
         immediate: u32::from(input.byte()) * u32::from(choice >> 2 & 1),
+        ready: choice & 64 == 0,
     };
     let (ours, theirs) = (hello(&mut input), hello(&mut input));
     let buffer = u64::from(input.byte()) * u64::from(choice >> 3 & 1) * 8;
@@ -450,13 +542,20 @@ pub fn run(bytes: &[u8]) {
         credits: a.credits.min(b.credits),
         ..a
     };
+    let windows = choice & 128 != 0;
     let mut end = End::new(ours, limit(theirs, ours), buffer);
+    if windows {
+        end.flow.set_windows(true, WINDOWS);
+    }
     end.flow.set_may_defer(choice & 16 != 0);
     if choice & 1 == 0 {
         hostile(&mut input, end);
     } else {
         let mut peer = End::new(theirs, limit(ours, theirs), buffer / 2);
         peer.flow.set_may_defer(choice & 32 != 0);
+        if windows {
+            peer.flow.set_windows(true, WINDOWS);
+        }
         friends(&mut input, end, peer);
     }
 }
@@ -466,7 +565,7 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
     while !input.0.is_empty() {
         let len = u32::from(input.byte()) << (input.byte() % 4);
         let offset = (input.byte() & 3 == 0).then(|| u64::from(input.byte()));
-        match input.byte() % 16 {
+        match input.byte() % 18 {
             0 | 1 => end.send(len, input.byte(), offset),
             2 | 3 => end.recv(len, input.byte(), offset),
             4 => end.cancel(u64::from(input.byte()) % end.next + 1),
@@ -477,6 +576,7 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
             }
             7 => {
                 end.write_done();
+                end.unbound();
                 end.flush();
             }
             8 => {
@@ -534,6 +634,30 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
                         of: input.near(sent),
                         len: len.into(),
                     },
+                    16 => Message::Ready {
+                        seq: number,
+                        segment,
+                        follows: if offset.is_some() {
+                            Follows::Ready { acks }
+                        } else {
+                            let last = end.flow.last_advertised();
+                            let last = input.near(last);
+                            Follows::Data {
+                                seq: last,
+                                acks: acks.is_some() && last != 0,
+                            }
+                        },
+                        window: len & 1 != 0,
+                    },
+                    17 => {
+                        let ready = end.readies.keys().next().copied();
+                        Message::Written {
+                            seq: number,
+                            to: input.near(ready.unwrap_or(1)),
+                            len,
+                            acks,
+                        }
+                    }
                     _ if input.byte() & 7 == 0 => Message::Fin { seq: number },
                     _ => Message::Cancel {
                         seq: number,
@@ -544,7 +668,9 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
                     seq = seq.wrapping_add(1);
                 }
                 let data = match message {
-                    Message::Immediate { len, .. } => vec![7; len as usize],
+                    Message::Immediate { len, .. } | Message::Written { len, .. } => {
+                        vec![7; len as usize]
+                    }
                     _ => Vec::new(),
                 };
                 if !end.arrives(message, data) {
@@ -559,7 +685,9 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
 fn step(from: &mut End, to: &mut End, what: u8) -> bool {
     match what % 3 {
         0 => from.out.pop_front().is_some_and(|(message, data)| {
-            assert!(to.arrives(message, data), "a correct message is refused");
+            let text = format!("{message:?}");
+            let accepted = to.arrives(message, data);
+            assert!(accepted, "refuses {text} in {:?}", to.flow);
             true
         }),
         1 => {
@@ -567,7 +695,7 @@ fn step(from: &mut End, to: &mut End, what: u8) -> bool {
             from.read_done(&to.calls);
             any
         }
-        _ => from.write_done().is_some(),
+        _ => from.write_done().is_some() | from.unbound(),
     }
 }
 
@@ -584,7 +712,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
         let len = u32::from(input.byte()) << (what >> 6);
         match what >> 1 & 7 {
             0 => end.send(len, input.byte() & 4, None),
-            1 => end.recv(len, input.byte() & 2, None),
+            1 => end.recv(len, input.byte() & 14, None),
             2 if what & 0x30 == 0 => end.cancel(u64::from(input.byte()) % end.next + 1),
             3 if what & 0x30 == 0 => end.shutdown(),
             7 if what & 0x30 == 0 => {
@@ -686,16 +814,60 @@ mod tests {
         }
     }
 
+    struct Random(u64);
+
+    impl Random {
+        fn byte(&mut self) -> u8 {
+            self.0 = self
+                .0
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 56) as u8
+        }
+    }
+
     #[test]
     fn random_bytes() {
-        let mut state = 1u64;
+        let mut random = Random(1);
         for round in 0..20_000 {
-            let mut bytes = Vec::new();
-            for _ in 0..round % 600 {
-                state = state
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963_407);
-                bytes.push((state >> 56) as u8);
+            let bytes: Vec<u8> = (0..round % 600).map(|_| random.byte()).collect();
+            super::run(&bytes);
+        }
+    }
+
+    /// Two programs exchange messages, most of which fit into receives that were posted before, so that receives are advertised and used.
+    #[test]
+    fn random_conversations() {
+        let mut random = Random(2);
+        for round in 0..5_000 {
+            // Two ends, messages, no immediate data; held acknowledgements at random.
+            let mut bytes = vec![
+                random.byte() & 0xb0 | 1,
+                random.byte(),
+                0,
+                random.byte(),
+                0,
+                0,
+            ];
+            for _ in 0..round % 400 {
+                let end = random.byte() & 1;
+                let call = match random.byte() {
+                    0..80 => [end | 1 << 1 | 3 << 6, random.byte(), 4],
+                    80..150 => [end | 3 << 6, random.byte() & 0x7f, 0],
+                    150..153 => [end | 2 << 1, 0, random.byte()],
+                    153 => [end | 1 << 1, random.byte(), random.byte()],
+                    154 => [end, random.byte(), random.byte()],
+                    155 if round % 8 == 0 => [end | 3 << 1, 0, 6 << 1],
+                    155..158 => [end | 7 << 1, random.byte(), 6 << 1],
+                    158..170 => [end | 4 << 1, 0, 6 << 1],
+                    170..180 => [end | 5 << 1, 0, 6 << 1],
+                    _ => [end | 6 << 1, 0, end ^ 1 | 6 << 1],
+                };
+                bytes.extend(call);
+                // Calls read three bytes, deliveries two.
+                if call[0] >> 1 & 7 > 2 {
+                    bytes.push(0);
+                }
             }
             super::run(&bytes);
         }

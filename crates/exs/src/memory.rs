@@ -15,6 +15,8 @@ pub(crate) struct Device {
     pub(crate) pd: Ptr<ffi::ibv_pd>,
     pub(crate) channel: Ptr<ffi::ibv_comp_channel>,
     pub(crate) iwarp: bool,
+    /// Whether it has memory windows of type 2B, which a queue pair binds and a peer's Send with Invalidate ends.
+    pub(crate) windows: bool,
     /// The length in bytes up to which memory that the program has not registered is copied, because registering it would
     /// take longer.
     critical: usize,
@@ -36,7 +38,8 @@ impl Device {
             }
             let channel = ffi::ibv_create_comp_channel(context);
             let iwarp = (*(*context).device).transport_type == ffi::IBV_TRANSPORT_IWARP;
-            let access = Use::Source.access(iwarp);
+            let windows = has_windows(context);
+            let access = Use::Source.access(iwarp, windows);
             let critical = do_not_block(channel)
                 .and_then(|()| buffers::critical_size(pd, access, MAX_CRITICAL))
                 .inspect_err(|_| {
@@ -50,9 +53,17 @@ impl Device {
                 pd: Ptr(pd),
                 channel: Ptr(channel),
                 iwarp,
+                windows,
                 critical,
             })
         }
+    }
+
+    /// Returns whether receives can be advertised to a peer, which then writes into their memory, without more rights for peers than the
+    /// receives give them in any case. With windows a peer can write to the memory of one receive until the receive ends. On iWARP the memory of
+    /// every receive permits remote writes ([`Use::access`]).
+    pub(crate) fn is_ahead(&self) -> bool {
+        self.iwarp || self.windows
     }
 
     /// Creates the registered buffers for copying memory that the program has not registered. Each connection has separate
@@ -60,8 +71,8 @@ impl Device {
     /// a cached one could be another connection.
     pub(crate) fn pool(&self) -> Option<Manager> {
         let settings = buffers::Settings {
-            send_access: Use::Source.access(self.iwarp),
-            receive_access: Use::Sink.access(self.iwarp),
+            send_access: Use::Source.access(self.iwarp, false),
+            receive_access: Use::Sink.access(self.iwarp, false),
             critical: Some(self.critical),
             pool_bytes: MAX_POOL,
             cache_bytes: 0,
@@ -69,6 +80,19 @@ impl Device {
         };
         // SAFETY: the domain is live as long as the process.
         unsafe { Manager::open(self.pd.0, settings) }.ok()
+    }
+}
+
+/// Returns whether a device has memory windows of type 2B.
+///
+/// # Safety
+/// `context` is an open device.
+unsafe fn has_windows(context: *mut ffi::ibv_context) -> bool {
+    let mut attributes = std::mem::MaybeUninit::<ffi::ibv_device_attr>::zeroed();
+    // SAFETY: upheld by the caller; all bytes form valid attributes.
+    unsafe {
+        ffi::ibv_query_device(context, attributes.as_mut_ptr()) == 0
+            && attributes.assume_init().device_cap_flags & ffi::IBV_DEVICE_MEM_WINDOW_TYPE_2B != 0
     }
 }
 
@@ -104,12 +128,13 @@ pub(crate) enum Use {
 }
 
 impl Use {
-    /// Returns the access rights for this use.
-    fn access(self, iwarp: bool) -> u32 {
+    /// Returns the access rights for this use, on a device with or without memory windows.
+    fn access(self, iwarp: bool, windows: bool) -> u32 {
         match self {
             Self::Source => ffi::IBV_ACCESS_REMOTE_READ,
             // In iWARP an RDMA Read Request contains the key of the sink, which must permit remote writes.
             Self::Sink if iwarp => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
+            Self::Sink if windows => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_MW_BIND,
             Self::Local | Self::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
             Self::Target => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
         }
@@ -120,14 +145,22 @@ impl Use {
 pub(crate) fn register(device: &Device, addr: u64, len: u64, what: Use) -> Result<Region, c_int> {
     let len = usize::try_from(len).map_err(|_| libc::EINVAL)?;
     // SAFETY: the domain is live as long as the process; the caller guarantees that the memory may be accessed as `what` says.
-    unsafe { Region::new(device.pd.0, addr, len, what.access(device.iwarp)) }
+    unsafe {
+        Region::new(
+            device.pd.0,
+            addr,
+            len,
+            what.access(device.iwarp, device.windows),
+        )
+    }
 }
 
-/// The keys of memory, for local work requests and for the peer.
+/// The keys of memory, for local work requests and for the peer, and its registration, to which memory windows are bound.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Keys {
     pub(crate) lkey: u32,
     pub(crate) rkey: u32,
+    pub(crate) mr: Ptr<ffi::ibv_mr>,
 }
 
 impl Keys {
@@ -135,6 +168,7 @@ impl Keys {
         Self {
             lkey: region.lkey(),
             rkey: region.rkey(),
+            mr: Ptr(region.mr()),
         }
     }
 }

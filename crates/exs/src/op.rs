@@ -1,11 +1,13 @@
 //! The operations of the program on a socket, from their calls to their events.
 
+use crate::ffi;
 use crate::flow::OpId;
 use crate::memory::{FileMap, Used};
 use crate::queue::Queue;
 use crate::socket::{EVT_SEND, EVT_SENDFILE, EVT_SENDMSG};
 use crate::wire::Segments;
 use anywarp_buffers::{Piece, Region};
+use anywarp_verbs_sys::ptr::Ptr;
 use libc::c_int;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -49,6 +51,10 @@ pub(crate) struct Op {
     /// The deadline, and whether it has passed. Then the deadline is the time until which the peer has to answer.
     pub(crate) deadline: Option<Instant>,
     pub(crate) late: bool,
+    /// Whether the deadline is the time until which the peer has to confirm that it does not use a cancelled receive.
+    pub(crate) abandons: bool,
+    /// The registration of the memory of a receive, if it has one that lasts as long as the operation. Memory windows are bound to it.
+    pub(crate) mr: Option<Ptr<ffi::ibv_mr>>,
 }
 
 impl Op {

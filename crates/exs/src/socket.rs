@@ -71,6 +71,8 @@ pub(crate) static DIRECT: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct Settings {
     pub(crate) credits: u16,
     pub(crate) immediate: u32,
+    /// Whether receives are advertised to the peer, which then writes into their memory, and those of the peer are used.
+    pub(crate) ready: bool,
     /// The most bytes of a stream that are read from the peer before there is a receive for them.
     pub(crate) buffer: u32,
     /// The time limits of sends and receives. `None`: no limit.
@@ -107,6 +109,7 @@ impl Settings {
     pub(crate) const DEFAULT: Self = Self {
         credits: 16,
         immediate: 0,
+        ready: true,
         buffer: STREAM_BUFFER,
         send_timeout: Timeout {
             after: None,
@@ -190,12 +193,32 @@ struct Link {
     /// The longest message that is passed to the device inline.
     inline: usize,
     sends: usize,
-    backlog: VecDeque<(Message, Option<OpId>)>,
+    backlog: VecDeque<Outgoing>,
+    windows: Vec<Window>,
     region: Region,
     /// The buffer of a stream for bytes that arrive before their receive. It is created when it is first needed.
     early: Option<Early>,
     /// The completions of the last poll.
     done: [ffi::ibv_wc; COMPLETIONS as usize],
+}
+
+/// A message to the peer.
+#[derive(Debug)]
+struct Outgoing {
+    message: Message,
+    /// The send whose data follows the header.
+    data: Option<OpId>,
+    /// The STag of a window of the peer, which the message invalidates.
+    invalidates: Option<u32>,
+}
+
+/// A memory window, through which the peer writes into the memory of one receive.
+#[derive(Debug)]
+struct Window {
+    mw: Ptr<ffi::ibv_mw>,
+    rkey: u32,
+    /// The number of the message that has advertised it, as long as it may be bound.
+    ready: Option<u32>,
 }
 
 /// The buffer of a stream, which is a ring.
@@ -324,6 +347,9 @@ const SENT: u64 = 2 << 56;
 const READ: u64 = 3 << 56;
 const WRITTEN: u64 = 4 << 56;
 const OPENED: u64 = 5 << 56;
+const PUT: u64 = 6 << 56;
+const BOUND: u64 = 7 << 56;
+const UNBOUND: u64 = 8 << 56;
 const KIND: u64 = 0xff << 56;
 
 impl Socket {
@@ -381,7 +407,7 @@ impl Socket {
         let mut inner = self.lock();
         let before = inner.settings;
         change(&mut inner.settings);
-        let fixed = |s: &Settings| (s.credits, s.immediate, s.buffer);
+        let fixed = |s: &Settings| (s.credits, s.immediate, s.buffer, s.ready);
         let changed = fixed(&before) != fixed(&inner.settings);
         if changed && !matches!(inner.state, State::New | State::Listening) {
             inner.settings = before;
@@ -544,6 +570,17 @@ impl Socket {
         let due = |deadline: Option<Instant>| deadline.is_some_and(|d| d <= now);
         inner.alarm = None;
         self.drain(&mut inner);
+        let abandoned = inner.ops.numbers(|op| op.abandons && due(op.deadline));
+        for id in abandoned {
+            if let Some(op) = inner.ops.get_mut(id) {
+                op.deadline = None;
+            }
+            let mut actions = Vec::new();
+            if let Some(flow) = &mut inner.flow {
+                flow.abandon(id, &mut actions);
+            }
+            self.perform(&mut inner, actions);
+        }
         let silent = inner.ops.numbers(|op| op.late && due(op.deadline));
         let late = inner.ops.numbers(|op| !op.late && due(op.deadline));
         let patience = now + inner.flow.as_ref().map_or(SILENCE, patience);
@@ -613,6 +650,10 @@ impl Socket {
         }
         let mut actions = inner.take_actions();
         let id = inner.next_op;
+        // Ending an advertised receive would take an answer of the peer, so one with a deadline is not advertised.
+        if inner.settings.recv_timeout.after.is_some() {
+            op.mr = None;
+        }
         let begun = match &mut inner.flow {
             Some(flow) => begin(flow, id, &mut op, &mut actions),
             None => Err(libc::ENOTCONN),
@@ -653,6 +694,7 @@ impl Socket {
             persistent: op.flags & 1 != 0,
             wait_all: op.flags & 4 != 0,
             offset,
+            may_be_ready: op.mr.is_some(),
         }
     }
 
@@ -835,7 +877,7 @@ impl Socket {
 
     /// Sends the acknowledgement that was held back for the program's next send.
     fn flush(&self, inner: &mut Inner) {
-        if let Some(flow) = inner.flow.as_mut().filter(|flow| flow.has_deferred()) {
+        if let Some(flow) = inner.flow.as_mut().filter(|flow| flow.has_held()) {
             let mut actions = std::mem::take(&mut inner.actions);
             flow.flush(&mut actions);
             self.perform(inner, actions);
@@ -1022,6 +1064,8 @@ impl Socket {
             // SAFETY: the id is live until `close` has ended the connection, and its queue pair is destroyed only here.
             unsafe {
                 ffi::rdma_disconnect(inner.id.0);
+                // A region to which a window is bound could not be deregistered.
+                link.free_windows();
                 library::destroy_qp(inner.id.0);
             }
             link.qp = Ptr(std::ptr::null_mut());
@@ -1029,6 +1073,13 @@ impl Socket {
         inner.connect = None;
         inner.establish_by = None;
         inner.accepts.clear();
+        // A receive at the end of the data may still have waited for the end of its window.
+        let last = |op: &Op| matches!(op.kind, EVT_RECV | EVT_RECVMSG) && op.flags & 1 == 0;
+        let mut at_end = Vec::new();
+        if let Some(flow) = inner.flow.as_ref().filter(|_| inner.is_at_end()) {
+            at_end = inner.ops.numbers(last);
+            at_end.retain(|id| flow.waits(*id));
+        }
         if let Some(flow) = &mut inner.flow {
             flow.end_receives();
         }
@@ -1038,6 +1089,7 @@ impl Socket {
             self.answer_polls(inner);
         }
         for id in inner.ops.numbers(|_| true) {
+            let errno = if at_end.contains(&id) { 0 } else { errno };
             self.report(inner, id, errno, 0, 0);
         }
         if let Some(listener) = inner.listener {
@@ -1261,8 +1313,7 @@ impl Socket {
                 credits: theirs.credits.min(inner.settings.credits),
                 ..theirs
             };
-            let buffer = u64::from(inner.settings.buffer);
-            inner.flow = Some(Flow::new(inner.hello(self.stream), theirs, buffer));
+            inner.begin_flow(self.stream, theirs);
         }
         if inner.state == State::Connecting
             && let Some(link) = inner.link.as_ref().filter(|link| link.device.iwarp)
@@ -1409,12 +1460,14 @@ impl Link {
         }
     }
 
-    /// Sends the message of `length` bytes in the buffer `slot`.
+    /// Sends the message of `length` bytes in the buffer `slot`, after the request `before`.
     fn post_message(
         &mut self,
         slot: Slot,
         sges: &mut [ffi::ibv_sge],
         length: usize,
+        before: Option<&mut ffi::ibv_send_wr>,
+        invalidates: Option<u32>,
     ) -> Result<(), c_int> {
         let mut flags = 0;
         // At most a quarter of the buffers are used by messages after the last signaled one. The completion of that message shows
@@ -1429,7 +1482,82 @@ impl Link {
             flags |= ffi::IBV_SEND_INLINE;
         }
         self.sending.push_back(slot);
-        self.post_send(SENT | slot as u64, ffi::IBV_WR_SEND, sges, (0, 0), flags)
+        let id = SENT | slot as u64;
+        let mut wr = request(id, ffi::IBV_WR_SEND, sges, (0, 0), flags);
+        if let Some(stag) = invalidates {
+            wr.opcode = ffi::IBV_WR_SEND_WITH_INV;
+            wr.imm_data = stag;
+        }
+        match before {
+            None => self.post(&mut wr),
+            Some(first) => {
+                first.next = &raw mut wr;
+                self.post(first)
+            }
+        }
+    }
+
+    /// Creates the windows of the connection. Returns how many there are.
+    fn make_windows(&mut self, count: usize) -> usize {
+        while self.windows.len() < count {
+            let pd = self.device.pd.0;
+            // SAFETY: the domain is live as long as the process.
+            let mw = unsafe {
+                (*(*pd).context)
+                    .ops
+                    .alloc_mw
+                    .map_or(std::ptr::null_mut(), |alloc| alloc(pd, ffi::IBV_MW_TYPE_2))
+            };
+            if mw.is_null() {
+                break;
+            }
+            // SAFETY: the window was created above. The header's inline function sets these fields for a program.
+            let rkey = unsafe {
+                (*mw).context = (*pd).context;
+                (*mw).pd = pd;
+                (*mw).r#type = ffi::IBV_MW_TYPE_2;
+                (*mw).rkey
+            };
+            self.windows.push(Window {
+                mw: Ptr(mw),
+                rkey,
+                ready: None,
+            });
+        }
+        self.windows.len()
+    }
+
+    /// Frees all windows, which ends the peer's access.
+    fn free_windows(&mut self) {
+        for window in self.windows.drain(..) {
+            // SAFETY: the link owns the windows, and its device is live as long as the process.
+            unsafe {
+                let mw = window.mw.0;
+                (*(*mw).context).ops.dealloc_mw.map(|free| free(mw));
+            }
+        }
+    }
+
+    /// Records that the peer has written into the receive of the message `ready`. `EPROTO`: it has not invalidated the window.
+    fn written(&mut self, ready: u32, done: &ffi::ibv_wc) -> Result<(), c_int> {
+        let window = self.windows.iter_mut().find(|w| w.ready == Some(ready));
+        let Some(window) = window else { return Ok(()) };
+        if done.wc_flags & ffi::IBV_WC_WITH_INV == 0 || done.imm_data != window.rkey {
+            return Err(libc::EPROTO);
+        }
+        window.ready = None;
+        Ok(())
+    }
+
+    /// Invalidates the window of the message `ready`.
+    fn unbind(&self, ready: u32) -> Result<(), c_int> {
+        let window = self.windows.iter().find(|w| w.ready == Some(ready));
+        let rkey = window.ok_or(libc::EIO)?.rkey;
+        let id = UNBOUND | u64::from(ready);
+        let signaled = ffi::IBV_SEND_SIGNALED;
+        let mut wr = request(id, ffi::IBV_WR_LOCAL_INV, &mut [], (0, 0), signaled);
+        wr.imm_data = rkey;
+        self.post(&mut wr)
     }
 
     /// If the last messages are not signaled, posts an empty Write that is. Its completion shows that all messages have
@@ -1470,21 +1598,11 @@ impl Link {
         to: (u64, u32),
         send_flags: u32,
     ) -> Result<(), c_int> {
-        let mut wr = ffi::ibv_send_wr {
-            wr_id,
-            next: std::ptr::null_mut(),
-            sg_list: sges.as_mut_ptr(),
-            num_sge: c_int::try_from(sges.len()).unwrap_or(0),
-            opcode,
-            send_flags,
-            wr: ffi::ibv_send_wr_wr {
-                rdma: ffi::ibv_send_wr_rdma {
-                    remote_addr: to.0,
-                    rkey: to.1,
-                },
-            },
-            ..Default::default()
-        };
+        self.post(&mut request(wr_id, opcode, sges, to, send_flags))
+    }
+
+    /// Posts a work request and those that follow it.
+    fn post(&self, wr: &mut ffi::ibv_send_wr) -> Result<(), c_int> {
         let mut bad = std::ptr::null_mut();
         // SAFETY: as in `post_recv`.
         let result = unsafe {
@@ -1495,7 +1613,7 @@ impl Link {
             (*(*qp).context)
                 .ops
                 .post_send
-                .map_or(libc::ENOSYS, |post| post(qp, &raw mut wr, &raw mut bad))
+                .map_or(libc::ENOSYS, |post| post(qp, wr, &raw mut bad))
         };
         if result == 0 {
             Ok(())
@@ -1505,8 +1623,33 @@ impl Link {
     }
 }
 
+fn request(
+    wr_id: u64,
+    opcode: u32,
+    sges: &mut [ffi::ibv_sge],
+    to: (u64, u32),
+    send_flags: u32,
+) -> ffi::ibv_send_wr {
+    ffi::ibv_send_wr {
+        wr_id,
+        next: std::ptr::null_mut(),
+        sg_list: sges.as_mut_ptr(),
+        num_sge: c_int::try_from(sges.len()).unwrap_or(0),
+        opcode,
+        send_flags,
+        wr: ffi::ibv_send_wr_wr {
+            rdma: ffi::ibv_send_wr_rdma {
+                remote_addr: to.0,
+                rkey: to.1,
+            },
+        },
+        ..Default::default()
+    }
+}
+
 impl Drop for Link {
     fn drop(&mut self) {
+        self.free_windows();
         // SAFETY: the queue pair that used the queue was destroyed by `Socket::end`, or was never created.
         unsafe { ffi::ibv_destroy_cq(self.cq.0) };
     }
@@ -1518,6 +1661,7 @@ impl Inner {
             stream,
             credits: self.settings.credits,
             immediate: self.settings.immediate,
+            ready: self.settings.ready && self.link.as_ref().is_some_and(|l| l.device.is_ahead()),
         }
     }
 
@@ -1592,6 +1736,20 @@ impl Inner {
             flow.set_ordered(self.settings.ordered);
             flow.cancel(id, &mut actions);
             socket.perform(self, actions);
+            self.limit_wait(socket, id);
+        }
+    }
+
+    /// If the peer has to confirm that it does not use a cancelled receive, sets the time after which this is not waited for any longer.
+    fn limit_wait(&mut self, socket: &Socket, id: OpId) {
+        let (Some(flow), Some(op)) = (&self.flow, self.ops.get_mut(id)) else {
+            return;
+        };
+        if !op.is_send() && op.mr.is_some() && !op.abandons && flow.needs_peer(id) {
+            op.abandons = true;
+            op.deadline = Some(Instant::now() + patience(flow));
+            let deadline = op.deadline;
+            socket.set_alarm(self, deadline);
         }
     }
 
@@ -1625,7 +1783,8 @@ impl Inner {
         let mut buffers = vec![0u8; (receives + sends) * size].into_boxed_slice();
         let addr = buffers.as_mut_ptr().expose_provenance() as u64;
         let region = register(&device, addr, buffers.len() as u64, Use::Local)?;
-        let depth = u32::try_from(receives + sends).map_err(|_| libc::EINVAL)? + TRANSFERS + 1;
+        // Each message can follow a Write that is not signaled.
+        let depth = u32::try_from(receives + 2 * sends).map_err(|_| libc::EINVAL)? + TRANSFERS + 1;
         let context = std::ptr::without_provenance_mut::<c_void>(usize::try_from(fd).unwrap_or(0));
         let entries = c_int::try_from(depth).map_err(|_| libc::EINVAL)?;
         // SAFETY: the device and its channel are live as long as the process.
@@ -1647,6 +1806,7 @@ impl Inner {
             inline: 0,
             sends,
             backlog: VecDeque::new(),
+            windows: Vec::new(),
             region,
             early: None,
             done: [ffi::ibv_wc::default(); COMPLETIONS as usize],
@@ -1655,7 +1815,7 @@ impl Inner {
             send_cq: cq,
             recv_cq: cq,
             cap: ffi::ibv_qp_cap {
-                max_send_wr: u32::try_from(sends).unwrap_or(0) + TRANSFERS + 1,
+                max_send_wr: u32::try_from(2 * sends).unwrap_or(0) + TRANSFERS + 1,
                 max_recv_wr: u32::try_from(receives).unwrap_or(0),
                 max_send_sge: 2,
                 max_recv_sge: 1,
@@ -1686,6 +1846,17 @@ impl Inner {
         posted
     }
 
+    /// Creates the state of the connection, for which the queue pair exists.
+    fn begin_flow(&mut self, stream: bool, theirs: Hello) {
+        let buffer = u64::from(self.settings.buffer);
+        let mut flow = Flow::new(self.hello(stream), theirs, buffer);
+        if let Some(link) = self.link.as_mut().filter(|link| !link.device.iwarp) {
+            let windows = link.make_windows(flow.most_ready());
+            flow.set_windows(true, windows);
+        }
+        self.flow = Some(flow);
+    }
+
     fn dial(&mut self, fd: c_int, stream: bool) -> Result<(), c_int> {
         self.equip(fd, stream, self.settings.credits)?;
         let ours = self.hello(stream).write();
@@ -1700,8 +1871,7 @@ impl Inner {
             ..theirs
         };
         self.equip(fd, stream, theirs.credits)?;
-        let buffer = u64::from(self.settings.buffer);
-        self.flow = Some(Flow::new(self.hello(stream), theirs, buffer));
+        self.begin_flow(stream, theirs);
         let ours = self.hello(stream).write();
         let mut param = conn_param(&ours);
         // SAFETY: as in `dial`.
@@ -1720,11 +1890,21 @@ impl Inner {
                 let slot = usize::try_from(value).unwrap_or(usize::MAX);
                 let length = done.byte_len as usize;
                 let bytes = link.buffer(slot).and_then(|b| b.get(..length));
-                let message = bytes.map(Message::read);
-                message
-                    .and_then(Result::ok)
-                    .and_then(|message| flow.arrived(message, slot, out).ok())
-                    .ok_or(libc::EPROTO)
+                let message = bytes.and_then(|bytes| Message::read(bytes).ok());
+                let message = message.ok_or(libc::EPROTO)?;
+                if let Message::Written { to, .. } = &message {
+                    link.written(*to, done)?;
+                }
+                flow.arrived(message, slot, out).map_err(|_| libc::EPROTO)
+            }
+            UNBOUND => {
+                let ready = u32::try_from(value).unwrap_or(0);
+                let window = link.windows.iter_mut().find(|w| w.ready == Some(ready));
+                if let Some(window) = window {
+                    window.ready = None;
+                }
+                flow.unbound(ready, out);
+                Ok(())
             }
             SENT => {
                 link.sent(usize::try_from(value).unwrap_or(usize::MAX));
@@ -1753,7 +1933,14 @@ impl Inner {
         }
     }
 
-    fn message(&mut self, message: &Message, data: Option<OpId>) -> Result<(), c_int> {
+    /// Sends a message, after the request `before` if there is one.
+    fn message(
+        &mut self,
+        message: &Message,
+        data: Option<OpId>,
+        before: Option<&mut ffi::ibv_send_wr>,
+        invalidates: Option<u32>,
+    ) -> Result<(), c_int> {
         let Some(link) = &mut self.link else {
             return Err(libc::ECONNRESET);
         };
@@ -1762,23 +1949,34 @@ impl Inner {
             if link.backlog.len() >= link.sends {
                 return Err(libc::EPROTO);
             }
-            link.backlog.push_back((message.clone(), data));
-            return Ok(());
+            link.backlog.push_back(Outgoing {
+                message: message.clone(),
+                data,
+                invalidates,
+            });
+            // This request needs no buffer, and has to precede the message.
+            return before.map_or(Ok(()), |first| link.post(first));
         }
-        self.post_message(message, data)
+        self.post_message(message, data, before, invalidates)
     }
 
     /// Sends the messages that waited for a buffer.
     fn post_backlog(&mut self) -> Result<(), c_int> {
         while let Some(link) = self.link.as_mut().filter(|link| !link.free.is_empty())
-            && let Some((message, op)) = link.backlog.pop_front()
+            && let Some(next) = link.backlog.pop_front()
         {
-            self.post_message(&message, op)?;
+            self.post_message(&next.message, next.data, None, next.invalidates)?;
         }
         Ok(())
     }
 
-    fn post_message(&mut self, message: &Message, data: Option<OpId>) -> Result<(), c_int> {
+    fn post_message(
+        &mut self,
+        message: &Message,
+        data: Option<OpId>,
+        before: Option<&mut ffi::ibv_send_wr>,
+        invalidates: Option<u32>,
+    ) -> Result<(), c_int> {
         let Some(link) = &mut self.link else {
             return Err(libc::ECONNRESET);
         };
@@ -1825,12 +2023,33 @@ impl Inner {
             lkey,
         };
         let sges = sges.get_mut(..count).unwrap_or(&mut []);
-        link.post_message(slot, sges, all)
+        link.post_message(slot, sges, all, before, invalidates)
     }
 
     fn act(&mut self, action: &Action) -> Result<(), c_int> {
         match *action {
-            Action::Message(ref message, data) => self.message(message, data),
+            Action::Message(ref message, data) => self.message(message, data, None, None),
+            Action::Ready { ref message, recv } => self.advertise(message, recv),
+            Action::Unbind(ready) => self.link.as_ref().map_or(Ok(()), |link| link.unbind(ready)),
+            Action::Put {
+                ref message,
+                send,
+                to,
+                window,
+            } => {
+                let op = self.ops.get(send).ok_or(libc::EIO)?;
+                let local = op.segments.first().ok_or(libc::EIO)?;
+                let mut sge = [ffi::ibv_sge {
+                    addr: local.addr,
+                    length: local.len,
+                    lkey: local.stag,
+                }];
+                let to_memory = (to.addr, to.stag);
+                // The answer to the message shows that the Write has completed. If the Write fails, it has a completion in any case.
+                let mut write = request(PUT, ffi::IBV_WR_RDMA_WRITE, &mut sge, to_memory, 0);
+                DIRECT.fetch_add(u64::from(to.len), Relaxed);
+                self.message(message, None, Some(&mut write), window.then_some(to.stag))
+            }
             Action::Release(slot) => self.link.as_mut().map_or(Ok(()), |link| link.release(slot)),
             Action::Read {
                 number,
@@ -1963,6 +2182,47 @@ impl Inner {
             }
             Action::Complete { .. } => Ok(()),
         }
+    }
+
+    /// Advertises a receive.
+    fn advertise(&mut self, message: &Message, recv: OpId) -> Result<(), c_int> {
+        let &Message::Ready {
+            seq,
+            segment,
+            follows,
+            window: true,
+        } = message
+        else {
+            return self.message(message, None, None, None);
+        };
+        let mr = self.ops.get(recv).and_then(|op| op.mr).ok_or(libc::EIO)?;
+        let link = self.link.as_mut().ok_or(libc::EIO)?;
+        let window = link.windows.iter_mut().find(|w| w.ready.is_none());
+        let window = window.ok_or(libc::EIO)?;
+        // Each binding has another key, so that the peer cannot use an earlier one.
+        window.rkey = (window.rkey & !0xff) | (window.rkey.wrapping_add(1) & 0xff);
+        window.ready = Some(seq);
+        let mut bind = request(BOUND, ffi::IBV_WR_BIND_MW, &mut [], (0, 0), 0);
+        bind.op.bind_mw = ffi::ibv_send_wr_bind_mw {
+            mw: window.mw.0,
+            rkey: window.rkey,
+            bind_info: ffi::ibv_mw_bind_info {
+                mr: mr.0,
+                addr: segment.addr,
+                length: u64::from(segment.len),
+                mw_access_flags: ffi::IBV_ACCESS_REMOTE_WRITE,
+            },
+        };
+        let message = Message::Ready {
+            seq,
+            segment: Segment {
+                stag: window.rkey,
+                ..segment
+            },
+            follows,
+            window: true,
+        };
+        self.message(&message, None, Some(&mut bind), None)
     }
 
     /// Creates the buffer of the stream at its first use.

@@ -31,7 +31,12 @@ pub(crate) struct Hello {
     pub(crate) credits: u16,
     /// The longest immediate data in bytes that this end accepts. Immediate data is data in the message itself.
     pub(crate) immediate: u32,
+    /// Whether this end understands [`Message::Ready`] and [`Message::Written`]. They are used if both ends do.
+    pub(crate) ready: bool,
 }
+
+/// The bit of [`Hello::ready`] in the last four bytes of the private data. Ends ignore the other bits.
+const READY_FEATURE: u32 = 1;
 
 /// Why private data or a message was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +61,7 @@ impl Hello {
         out.bytes([VERSION, u8::from(self.stream)]);
         out.bytes(self.credits.to_be_bytes());
         out.bytes(self.immediate.to_be_bytes());
+        out.bytes((u32::from(self.ready) * READY_FEATURE).to_be_bytes());
         bytes
     }
 
@@ -73,8 +79,8 @@ impl Hello {
             stream: flags & 1 != 0,
             credits: from.u16()?,
             immediate: from.u32()?,
+            ready: from.u32()? & READY_FEATURE != 0,
         };
-        from.array::<4>()?;
         if flags > 1 || hello.credits == 0 {
             return Err(Bad::Field);
         }
@@ -132,6 +138,51 @@ pub(crate) enum Message {
     Cancel { seq: u32, of: u32 },
     /// Ends the sender's direction: no advertisement follows.
     Fin { seq: u32 },
+    /// Advertises the memory of a receive, into which the receiver of this message may write its next send.
+    Ready {
+        seq: u32,
+        segment: Segment,
+        follows: Follows,
+        /// Whether the STag is that of a memory window. [`Message::Written`] then is a Send with Invalidate, which ends the access to the
+        /// memory.
+        window: bool,
+    },
+    /// The data of a send of this length was written to the memory that the peer's message `to` advertised.
+    Written {
+        seq: u32,
+        to: u32,
+        len: u32,
+        acks: Option<NonZeroU32>,
+    },
+}
+
+/// The message of the peer whose receive precedes that of a [`Message::Ready`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Follows {
+    /// The receive is the first one without data. The peer's last message with data or an advertisement was this one; 0: there was none.
+    Data { seq: u32, acks: bool },
+    /// The receive follows that of the last [`Message::Ready`].
+    Ready { acks: Option<NonZeroU32> },
+}
+
+impl Message {
+    /// Returns the peer's message that this one also acknowledges, with status `Done` and all bytes accepted.
+    pub(crate) fn acks(&self) -> Option<NonZeroU32> {
+        match self {
+            Self::Advert { acks, .. }
+            | Self::Immediate { acks, .. }
+            | Self::Written { acks, .. }
+            | Self::Ready {
+                follows: Follows::Ready { acks },
+                ..
+            } => *acks,
+            Self::Ready {
+                follows: Follows::Data { seq, acks: true },
+                ..
+            } => NonZeroU32::new(*seq),
+            _ => None,
+        }
+    }
 }
 
 const ADVERT: u8 = 1;
@@ -140,11 +191,15 @@ const PLACE: u8 = 3;
 const NOTIFY: u8 = 4;
 const CANCEL: u8 = 5;
 const FIN: u8 = 6;
+const READY: u8 = 7;
+const WRITTEN: u8 = 8;
 
 const IMMEDIATE_FLAG: u8 = 1;
 const PERSISTENT_FLAG: u8 = 2;
 const NOTIFY_FLAG: u8 = 4;
 const ACKS_FLAG: u8 = 8;
+const FOLLOWS_READY_FLAG: u8 = 1;
+const WINDOW_FLAG: u8 = 2;
 
 /// The fields of a header. Each kind of message uses some of them, and the others are zero.
 #[derive(Default)]
@@ -231,6 +286,34 @@ impl Message {
                 seq: *seq,
                 ..Header::default()
             },
+            Self::Ready {
+                seq,
+                segment,
+                follows,
+                window,
+            } => Header {
+                kind: READY,
+                flags: u8::from(matches!(follows, Follows::Ready { .. })) * FOLLOWS_READY_FLAG
+                    + u8::from(*window) * WINDOW_FLAG
+                    + u8::from(self.acks().is_some()) * ACKS_FLAG,
+                seq: *seq,
+                length: u64::from(segment.len),
+                addr: segment.addr,
+                stag: segment.stag,
+                of: match follows {
+                    Follows::Data { seq, .. } => *seq,
+                    Follows::Ready { acks } => acks.map_or(0, NonZeroU32::get),
+                },
+            },
+            Self::Written { seq, to, len, acks } => Header {
+                kind: WRITTEN,
+                flags: u8::from(acks.is_some()) * ACKS_FLAG,
+                seq: *seq,
+                length: u64::from(*len),
+                addr: u64::from(*to),
+                of: acks.map_or(0, NonZeroU32::get),
+                ..Header::default()
+            },
         };
         let length = HEADER_LENGTH + more.len() * SEGMENT_LENGTH;
         let mut out = Writer(into);
@@ -259,7 +342,8 @@ impl Message {
         let addr = from.u64()?;
         let stag = from.u32()?;
         let of = from.u32()?;
-        let (flags, acks) = if kind == ADVERT && flags & ACKS_FLAG != 0 {
+        let may_acknowledge = [ADVERT, READY, WRITTEN].contains(&kind);
+        let (flags, acks) = if may_acknowledge && flags & ACKS_FLAG != 0 {
             let acked = NonZeroU32::new(of).ok_or(Bad::Field)?;
             (flags & !ACKS_FLAG, Some(acked))
         } else {
@@ -276,17 +360,22 @@ impl Message {
         if header_length != HEADER_LENGTH && (kind != ADVERT || immediate) {
             return Err(Bad::Length);
         }
-        let has_memory = kind == PLACE || (kind == ADVERT && !immediate);
+        let has_memory = kind == PLACE || kind == READY || (kind == ADVERT && !immediate);
         let one = has_memory && header_length == HEADER_LENGTH;
+        let follows_data = kind == READY && flags & FOLLOWS_READY_FLAG == 0;
         let flags_known = match kind {
             ADVERT => {
                 immediate || [0, PERSISTENT_FLAG, PERSISTENT_FLAG | NOTIFY_FLAG].contains(&flags)
             }
             ACK => flags <= 2,
+            READY => flags <= FOLLOWS_READY_FLAG | WINDOW_FLAG,
             _ => flags == 0,
         };
-        let fields_known = (one || (addr == 0 && stag == 0))
-            && (of == 0 || kind == NOTIFY || kind == CANCEL || acks.is_some())
+        let number = (kind == WRITTEN)
+            .then(|| u32::try_from(addr).ok())
+            .flatten();
+        let fields_known = (one || ((addr == 0 || number.is_some()) && stag == 0))
+            && (of == 0 || kind == NOTIFY || kind == CANCEL || follows_data || acks.is_some())
             && (length == 0 || (kind != CANCEL && kind != FIN))
             && length <= MAX_LENGTH;
         if !flags_known || !fields_known {
@@ -326,6 +415,25 @@ impl Message {
             },
             CANCEL => Self::Cancel { seq, of },
             FIN => Self::Fin { seq },
+            READY => Self::Ready {
+                seq,
+                segment: Segment { addr, stag, len },
+                follows: if follows_data {
+                    Follows::Data {
+                        seq: of,
+                        acks: acks.is_some(),
+                    }
+                } else {
+                    Follows::Ready { acks }
+                },
+                window: flags & WINDOW_FLAG != 0,
+            },
+            WRITTEN => Self::Written {
+                seq,
+                to: number.ok_or(Bad::Field)?,
+                len,
+                acks,
+            },
             _ => return Err(Bad::Field),
         })
     }
@@ -471,6 +579,35 @@ mod tests {
             },
             "cancel" => Message::Cancel { seq: 7, of: 2 },
             "fin" => Message::Fin { seq: 8 },
+            "ready" => Message::Ready {
+                seq: 9,
+                segment: segment(0xa000, 0xaa, 65536),
+                follows: Follows::Data {
+                    seq: 6,
+                    acks: false,
+                },
+                window: false,
+            },
+            "ready that acknowledges" => Message::Ready {
+                seq: 10,
+                segment: segment(0xa000, 0xaa, 65536),
+                follows: Follows::Data { seq: 6, acks: true },
+                window: true,
+            },
+            "ready after a ready" => Message::Ready {
+                seq: 11,
+                segment: segment(0xb000, 0xaa, 65536),
+                follows: Follows::Ready {
+                    acks: NonZeroU32::new(7),
+                },
+                window: false,
+            },
+            "written" => Message::Written {
+                seq: 12,
+                to: 9,
+                len: 4096,
+                acks: NonZeroU32::new(8),
+            },
             other => panic!("docs/exs.md: {other}: no such vector"),
         }
     }
@@ -484,11 +621,12 @@ mod tests {
             let (name, hex) = line.split_once(": ").unwrap();
             let raw = bytes(hex);
             seen += 1;
-            if name == "private data" {
+            if name.starts_with("private data") {
                 let hello = Hello {
                     stream: true,
                     credits: 16,
                     immediate: 256,
+                    ready: name != "private data",
                 };
                 assert_eq!(hello.write().to_vec(), raw);
                 assert_eq!(Hello::read(&raw), Ok(hello));
@@ -499,7 +637,7 @@ mod tests {
             let written = message.bytes();
             assert_eq!(raw.get(..written.len()), Some(&*written), "{name}");
         }
-        assert_eq!(seen, 12);
+        assert_eq!(seen, 17);
     }
 
     #[test]
@@ -535,6 +673,7 @@ mod tests {
             stream: false,
             credits: 1,
             immediate: 0,
+            ready: false,
         }
         .write();
         newer[4] = 2;

@@ -52,9 +52,9 @@
 #define WARM_UP 16u
 #define PORT "18516"
 
-enum mode { NORMAL, IMMEDIATE, PERSISTENT_SEND, PERSISTENT_RECV, TCP, TRANSACTION, MODES };
+enum mode { NORMAL, IMMEDIATE, PERSISTENT_SEND, PERSISTENT_RECV, TCP, TRANSACTION, READ, MODES };
 static const char *const mode_names[MODES] = {
-	"normal", "immediate", "persistent-send", "persistent-recv", "tcp", "transaction",
+	"normal", "immediate", "persistent-send", "persistent-recv", "tcp", "transaction", "read",
 };
 static const char *const wait_names[] = { "", "adaptive", "notify", "busy" };
 
@@ -863,7 +863,8 @@ static int make_socket(const struct end *e, int family)
 	}
 	if (credits < 4)
 		credits = 4;
-	if (exs_fcntl(fd, EXS_F_SETSMALLPACKET, immediate) || exs_fcntl(fd, EXS_F_SETCREDITS, credits)) {
+	if (exs_fcntl(fd, EXS_F_SETSMALLPACKET, immediate) || exs_fcntl(fd, EXS_F_SETCREDITS, credits) ||
+	    exs_fcntl(fd, EXS_F_SETRECVADVERT, e->row.mode != READ)) {
 		fail_errno("exs_fcntl");
 		exs_close(fd);
 		return -1;
@@ -1102,7 +1103,8 @@ static const char usage[] =
 	"       exs-ttcp ADDRESS [--port PORT] [OPTIONS]               a client\n"
 	"       exs-ttcp --self [OPTIONS]                              both on this host\n"
 	"\n"
-	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv, transaction or tcp [normal]\n"
+	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv, transaction, tcp, or read, which is\n"
+	"                        normal but never advertises a receive [normal]\n"
 	"  -s, --size SIZE,...   bytes of a message, 1 to 16M [1M]; --all: every power of two\n"
 	"  -i, --in-flight N     sends and receives under way, 1 to 64 [4]\n"
 	"  -b, --buffers N       buffers that these messages use in turn, at most as many as -i [as many as -i]\n"

@@ -34,6 +34,8 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
     let size: u64 = get("size").parse().unwrap_or(1);
     let (mode, nagle) = match get("exs") {
         "tcp-nagle" => ("tcp", true),
+        // In the paper the receiver always reads.
+        "normal" => ("read", false),
         mode => (mode, false),
     };
     // The number of messages that takes about as long as a sample, if the throughput is 500 MB/s and a message takes 20 µs.
