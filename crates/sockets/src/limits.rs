@@ -17,6 +17,11 @@ pub const SCRATCH_KEPT: usize = 4;
 pub const SLAB: usize = 32 * 1024;
 /// The most shared receive buffers that are kept while no stream uses them: two megabytes.
 pub const SLABS_KEPT: usize = 64;
+/// The largest receive buffer in bytes of a stream with long messages, of which a part waits for the rest and its CRC, that is kept for other
+/// streams. Otherwise malloc would return the memory to the kernel after each message, and pages would be cleared for the next one.
+pub const LONG_SLAB: usize = 256 * 1024;
+/// The most such buffers that are kept: two megabytes.
+pub const LONG_SLABS_KEPT: usize = 8;
 /// Bytes that a wait receives for a stream when the pool is used up: enough for a head, so that the program learns of the message.
 pub const POOL_EMPTY: usize = 64;
 /// Milliseconds after which a program that closes a stream or ends no longer waits for the peer's MPA Reply. This is less than

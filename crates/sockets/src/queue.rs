@@ -8,8 +8,32 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The memory of all queues in bytes.
 static USED: AtomicUsize = AtomicUsize::new(0);
-/// Buffers that no queue uses.
+/// Buffers of at most [`limits::SLAB`] bytes that no queue uses.
 static FREE: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+/// Longer ones, of at most [`limits::LONG_SLAB`] bytes.
+static LONG: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+
+/// Returns a buffer that no queue uses, for `n` bytes. It may have to grow.
+fn kept(n: usize) -> Option<Vec<u8>> {
+    let list = if n <= limits::SLAB { &FREE } else { &LONG };
+    // If another thread held the lock at a fork, it stays locked in the child.
+    list.try_lock()?.pop()
+}
+
+/// Keeps a buffer for other queues, if it is not too long, and not too many are kept.
+fn keep(mut buffer: Vec<u8>) {
+    let (list, most) = match buffer.capacity() {
+        1..=limits::SLAB => (&FREE, limits::SLABS_KEPT),
+        limits::SLAB..=limits::LONG_SLAB => (&LONG, limits::LONG_SLABS_KEPT),
+        _ => return,
+    };
+    buffer.clear();
+    if let Some(mut list) = list.try_lock()
+        && list.len() < most
+    {
+        list.push(buffer);
+    }
+}
 
 /// Returns the memory of all queues in bytes.
 pub fn used() -> usize {
@@ -171,16 +195,18 @@ impl Queue {
             self.from = 0;
         }
         let before = self.bytes.capacity();
-        if before == 0
-            && self.shares
-            // If another thread held the lock at a fork, it stays locked in the child.
-            && let Some(buffer) = FREE.try_lock().and_then(|mut free| free.pop())
+        let needed = self.bytes.len() + n;
+        if self.shares
+            && needed > before
+            && let Some(mut buffer) = kept(needed)
         {
-            self.bytes = buffer;
+            buffer.extend_from_slice(&self.bytes);
+            keep(std::mem::replace(&mut self.bytes, buffer));
         }
         self.bytes.reserve(n);
         extend(&mut self.bytes);
-        USED.fetch_add(self.bytes.capacity() - before, Ordering::Relaxed);
+        USED.fetch_add(self.bytes.capacity(), Ordering::Relaxed);
+        USED.fetch_sub(before, Ordering::Relaxed);
     }
 
     /// Marks all bytes as verified.
@@ -207,18 +233,12 @@ impl Queue {
         }
     }
 
-    /// Releases the buffer. If the queue shares, a buffer of at most [`limits::SLAB`] bytes is kept
-    /// for other queues, as long as fewer than [`limits::SLABS_KEPT`] are kept.
+    /// Releases the buffer.
     fn give_back(&mut self) {
-        let mut buffer = std::mem::take(&mut self.bytes);
+        let buffer = std::mem::take(&mut self.bytes);
         USED.fetch_sub(buffer.capacity(), Ordering::Relaxed);
-        if self.shares && (1..=limits::SLAB).contains(&buffer.capacity()) {
-            buffer.clear();
-            if let Some(mut free) = FREE.try_lock()
-                && free.len() < limits::SLABS_KEPT
-            {
-                free.push(buffer);
-            }
+        if self.shares {
+            keep(buffer);
         }
     }
 }
@@ -319,6 +339,27 @@ mod tests {
         assert_eq!(q.peek(), b"fg");
         q.consume(2);
         assert_eq!(q.held(), 0);
+    }
+
+    /// A buffer that malloc returned to the kernel would cost a page fault for each of its pages.
+    #[test]
+    fn the_buffers_of_long_messages_are_kept_for_others() {
+        let long = [7; 100_000];
+        // Other tests use the same lists.
+        let reused = (0..100).any(|_| {
+            let mut q = Queue::new(true);
+            q.push(&long[..1000], true);
+            q.push(&long, true);
+            assert_eq!(q.peek(), [7; 101_000]);
+            let at = q.peek().as_ptr().addr();
+            q.consume(101_000);
+            assert_eq!(q.room(), 0);
+            let mut other = Queue::new(true);
+            other.push(&long, true);
+            other.peek().as_ptr().addr() == at
+        });
+        assert!(reused);
+        assert!(LONG.lock().len() <= limits::LONG_SLABS_KEPT);
     }
 
     #[test]
