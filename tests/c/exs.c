@@ -1380,6 +1380,73 @@ static const char *queues(size_t arg)
 	return finish();
 }
 
+static const char *next_event(exs_event_t *e)
+{
+	struct timeval wait = { 10, 0 };
+	int n;
+
+	do
+		n = exs_qdequeue(queue, e, 1, &wait);
+	while (n < 0 && errno == EINTR);
+	ENSURE(n == 1, "no event: %d (%s)", n, strerror(errno));
+	return NULL;
+}
+
+/*
+ * A receive is cancelled while the peer may be writing to its memory. The receive and the send end in the same way, and the connection
+ * remains.
+ */
+static const char *cancel_while_written(size_t arg)
+{
+	enum { LONG = 4 * MIB };
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	for (unsigned int i = 0; i < 60; i++) {
+		int receive = -1, send = -1, left = 0;
+
+		ENSURE(RECV(LONG, 0, 1) == 0, "%s", strerror(errno));
+		/* From the second time on, the peer knows of the receive. */
+		usleep(i % 3 * 300);
+		ENSURE(SEND(LONG, 0, 2) == 0, "%s", strerror(errno));
+		usleep(i % 5 * 100);
+		ENSURE(exs_cancel(ends[1], EXS_CAF_FILDES, 0) == 0 || errno == ENOENT, "%s", strerror(errno));
+		TRY(next_event(&e));
+		left = (int)e.exs_evt_ahandle;
+		*(left == 1 ? &receive : &send) = e.exs_evt_errno;
+		if (left == 1 && receive == ECANCELED) {
+			/* The send waits for another receive. */
+			ENSURE(RECV(LONG, 0, 1) == 0, "%s", strerror(errno));
+			TRY(next_event(&e));
+			left = (int)e.exs_evt_ahandle;
+			*(left == 1 ? &receive : &send) = e.exs_evt_errno;
+		}
+		TRY(next_event(&e));
+		ENSURE((int)e.exs_evt_ahandle != left, "two events of call %d", left);
+		*(e.exs_evt_ahandle == 1 ? &receive : &send) = e.exs_evt_errno;
+		ENSURE(receive == 0 && send == 0, "receive: %s, send: %s", strerror(receive), strerror(send));
+	}
+	return finish();
+}
+
+/* With SO_ASYNC_RECV_ORDERED 0, the cancellation of a receive is reported before the earlier receives end, also if the peer knows of both. */
+static const char *cancel_out_of_order(size_t arg)
+{
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	ENSURE(exs_fcntl(ends[1], SO_ASYNC_RECV_ORDERED, 0) == 0, "%s", strerror(errno));
+	ENSURE(RECV(100, 0, 1) == 0 && RECV(100, 0, 2) == 0, "%s", strerror(errno));
+	ENSURE(exs_cancel(ends[1], EXS_CAF_AHANDLE, 2) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 2, ECANCELED));
+	ENSURE(SEND(10, 0, 3) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 1, 0));
+	TRY(event(&e, EXS_EVT_SEND, 3, 0));
+	return finish();
+}
+
 static exs_qhandle_t taken_from;
 static volatile sig_atomic_t taken;
 
@@ -1685,6 +1752,8 @@ static const struct test tests[] = {
 	{ "mapped_addresses", mapped_addresses, 0, 0, false },
 	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
+	{ "cancel_while_written", cancel_while_written, 0, 60, false },
+	{ "cancel_out_of_order", cancel_out_of_order, 0, 0, false },
 	{ "handler_takes_the_event", handler_takes_the_event, 0, 0, false },
 	{ "waits_are_interrupted", waits_are_interrupted, EXS_WAIT_ADAPTIVE, 0, false },
 	{ "waits_are_interrupted_notify", waits_are_interrupted, EXS_WAIT_NOTIFY, 0, false },

@@ -61,6 +61,15 @@ static size_t put(unsigned char *to, const struct message *m)
 	memcpy(to + 16, &address, 8);
 	memcpy(to + 24, &stag, 4);
 	memcpy(to + 28, &of, 4);
+	if (m->type == READY && m->header == 48) {
+		uint32_t length32 = htobe32((uint32_t)m->length);
+
+		/* The memory of a READY is in a segment. No message with data precedes it. */
+		memset(to + 16, 0, 12);
+		memcpy(to + 32, &address, 8);
+		memcpy(to + 40, &stag, 4);
+		memcpy(to + 44, &length32, 4);
+	}
 	return 32 + m->more - m->cut;
 }
 
@@ -458,8 +467,8 @@ static const char *advertised(struct ready *ready, unsigned int count)
 			continue;
 		ENSURE((m[1] & 2) != 0, "the STag of a receive is not that of a memory window");
 		memcpy(&ready[seen].number, m + 4, 4);
-		memcpy(&ready[seen].at, m + 16, 8);
-		memcpy(&ready[seen].stag, m + 24, 4);
+		memcpy(&ready[seen].at, m + 32, 8);
+		memcpy(&ready[seen].stag, m + 40, 4);
 		ready[seen].number = be32toh(ready[seen].number);
 		ready[seen].at = be64toh(ready[seen].at);
 		ready[seen].stag = be32toh(ready[seen].stag);
@@ -582,11 +591,12 @@ static const char *advertised_receives(size_t arg)
 /* The peer advertises receives, and violates the rules or has no such memory. */
 static const char *receives_of_the_peer(size_t which)
 {
-	struct message m = { .type = READY, .length = 200, .address = (uintptr_t)buffers, .stag = 0x12345600 };
+	struct message m = { .type = READY, .header = 48, .more = 16, .length = 200, .stag = 0x12345600 };
 	exs_event_t e;
 
 	understands_ready = true;
 	TRY(connected());
+	m.address = (uintptr_t)buffers;
 	if (which == 0) {
 		/* More messages than credits. */
 		for (m.seq = 1; m.seq <= CREDITS + 1; m.seq++) {
@@ -612,11 +622,13 @@ static const char *receives_of_the_peer(size_t which)
 	return unchanged();
 }
 
-/* A peer does not answer the request to give back a receive. Its cancellation is reported nevertheless, and the peer cannot write any more. */
+/*
+ * A peer does not answer the request to give back a receive, so it is not cancelled, because the peer may be writing to it. When the program
+ * closes the socket, the receive ends and the peer cannot write any more.
+ */
 static const char *keeps_a_receive(size_t arg)
 {
 	struct ready r;
-	uint64_t began;
 	exs_event_t e;
 
 	(void)arg;
@@ -624,11 +636,11 @@ static const char *keeps_a_receive(size_t arg)
 	TRY(connected());
 	ENSURE(exs_recv(fd, block, 100, 0, queue, 1, handle) == 0, "recv: %s", strerror(errno));
 	TRY(advertised(&r, 1));
-	began = now_ms();
 	ENSURE(exs_cancel(fd, EXS_CAF_FILDES, 0) == 0, "cancel: %s", strerror(errno));
+	TRY(no_event(20));
+	ENSURE(close_now((void *)(intptr_t)fd) == 0, "close");
 	TRY(event(&e));
 	ENSURE(e.exs_evt_ahandle == 1 && e.exs_evt_errno == ECANCELED, "%s", strerror(e.exs_evt_errno));
-	ENSURE(now_ms() - began >= 900 && now_ms() - began < 5000, "after %llu ms", (unsigned long long)(now_ms() - began));
 	ENSURE(exs_mderegister(handle, 0) == 0, "mderegister: %s", strerror(errno));
 	TRY(write_to(&r, 0, 50));
 	sleep_ms(20);

@@ -227,7 +227,6 @@ fn plain(kind: c_int, queue: &Arc<Queue>, ahandle: isize, user: u64) -> Op {
         bounce: None,
         deadline: None,
         late: false,
-        abandons: false,
         mr: None,
     }
 }

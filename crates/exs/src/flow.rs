@@ -14,7 +14,7 @@
 //! has advertised a send before it knew of a receive, or if the send does not fit, the two ends are no longer *in step*: the sender refuses all
 //! advertised receives, and they read as if they had not been advertised.
 
-use crate::wire::{Bad, Follows, Hello, Message, Segment, Segments, Status};
+use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
@@ -215,8 +215,6 @@ struct Ahead {
     unbinding: usize,
     /// Whether another receive can be advertised, and this waits until the program has had the opportunity to answer.
     due: bool,
-    /// Like [`Flow::answers`], for these messages.
-    answers: bool,
     /// Whether the ends are in step, as far as this end knows.
     in_step: bool,
     /// The number of the peer's last message with data or an advertisement.
@@ -365,13 +363,16 @@ impl Flow {
             recvs: VecDeque::new(),
             ahead: Ahead {
                 // Half of the credits are left for sends.
-                most: usize::from((theirs.credits / 2).min(MAX_READY)) * usize::from(may_advance),
+                most: if may_advance && theirs.credits > 2 {
+                    usize::from((theirs.credits / 2).min(MAX_READY))
+                } else {
+                    0
+                },
                 understood: may_advance,
                 windows: false,
                 count: 0,
                 unbinding: 0,
                 due: false,
-                answers: true,
                 in_step: false,
                 last: 0,
                 // Short messages contain their data, so it makes no sense to advertise receives for them.
@@ -418,7 +419,8 @@ impl Flow {
 
     /// Returns whether a receive waits for data of the peer, and would get the end of the data.
     pub(crate) fn waits(&self, op: OpId) -> bool {
-        let waits = |w: &Waiting| w.recv.id == op && !w.cancelled && w.asked == 0;
+        let waits =
+            |w: &Waiting| w.recv.id == op && !w.cancelled && w.asked == 0 && w.ended.is_none();
         self.recvs.iter().any(waits)
     }
 
@@ -467,7 +469,6 @@ impl Flow {
     fn send_held(&mut self, out: &mut Vec<Action>) {
         if let Some((seq, len)) = self.deferred.take() {
             self.answers = false;
-            self.ahead.answers = false;
             out.push(ack(seq, len, Status::Done));
         }
     }
@@ -565,7 +566,9 @@ impl Flow {
             .filter(|s| !matches!(s.kind, Kind::Place | Kind::Ready));
         let sent = sends.map(|s| s.len);
         let moves = self.moves.iter().map(|m| m.len);
+        let ready = self.recvs.iter().filter(|w| w.ready.is_some());
         sent.chain(moves)
+            .chain(ready.map(|w| w.len))
             .chain(self.writes.iter().map(|(_, len)| *len))
             .sum()
     }
@@ -733,7 +736,7 @@ impl Flow {
             }
             Message::Ready {
                 segment,
-                follows,
+                last,
                 window,
                 ..
             } => {
@@ -742,20 +745,30 @@ impl Flow {
                     memory: segment,
                     window,
                 };
-                self.arrived_ready(target, follows, out)?;
+                self.arrived_ready(target, last, out)?;
             }
             Message::Written { to, len, .. } => {
                 let waiting = self.recvs.iter_mut().find(|w| w.ready.is_some());
                 let waiting = waiting.filter(|w| w.ready == Some(to) && u64::from(len) <= w.len);
                 let waiting = waiting.ok_or(Bad::Order)?;
                 waiting.ready = None;
-                waiting.got = len.into();
-                waiting.ended = Some(Outcome::Done);
+                waiting.asked = len.into();
+                let recv = waiting.recv.id;
                 self.ahead.count -= 1;
                 self.ahead.last = seq;
                 self.ahead.next_pause /= 2;
                 self.end_ready(to);
-                self.answer_taken(seq, len.into(), out);
+                // Earlier messages, which may still be read, are answered before.
+                self.begin(Move {
+                    number: 0,
+                    recv,
+                    len: len.into(),
+                    truncated: false,
+                    ends_recv: true,
+                    ends_advert: Some((seq, len.into(), None)),
+                    notify: None,
+                    done: true,
+                });
             }
             Message::Place { segment, .. } => {
                 self.leave_step(out);
@@ -847,17 +860,15 @@ impl Flow {
     fn arrived_ready(
         &mut self,
         target: Target,
-        follows: Follows,
+        last: Option<u32>,
         out: &mut Vec<Action>,
     ) -> Result<(), Bad> {
         if !self.ahead.understood {
             return Err(Bad::Order);
         }
-        let in_step = match follows {
-            Follows::Data { seq: last, .. } => {
-                last == self.targets.last && self.targets.waiting.is_empty()
-            }
-            Follows::Ready { .. } => self.targets.in_step,
+        let in_step = match last {
+            Some(last) => last == self.targets.last && self.targets.waiting.is_empty(),
+            None => self.targets.in_step,
         };
         let persistent = |s: &Sent| matches!(s.kind, Kind::Persistent { .. });
         let usable =
@@ -922,25 +933,11 @@ impl Flow {
         let Some(waiting) = waiting else { return };
         self.ahead.count -= 1;
         self.ahead.take_back(waiting, seq, out);
-        if status == Status::Refused {
+        if status == Status::Refused && self.ahead.in_step {
+            // The peer refuses all that it has. They count as one.
             self.ahead.in_step = false;
             self.ahead.slow_down();
         }
-    }
-
-    /// Takes back the advertisement of a cancelled receive without an answer of the peer. If the peer uses it nevertheless, the connection ends.
-    pub(crate) fn abandon(&mut self, op: OpId, out: &mut Vec<Action>) {
-        let waiting = self.recvs.iter_mut().find(|w| w.recv.id == op);
-        if let Some(waiting) = waiting
-            && let Some(ready) = waiting.ready
-        {
-            if let Some(sent) = self.sent.iter_mut().find(|s| s.seq == ready) {
-                sent.op = None;
-            }
-            self.ahead.count -= 1;
-            self.ahead.take_back(waiting, ready, out);
-        }
-        self.progress(out);
     }
 
     /// Records that the window of the message `seq`, which advertised a receive, is invalid.
@@ -964,6 +961,7 @@ impl Flow {
             // The receives whose windows become invalid get data before all others.
             && self.ahead.unbinding == 0
             // Some credits are left for sends.
+            && self.credits > 1
             && self.credits as usize * 2 > self.ahead.most
             && self.adverts.is_empty()
             && self.persistent.is_none()
@@ -1003,26 +1001,13 @@ impl Flow {
                 answer: None,
                 cancels: None,
             });
-            let follows = if self.ahead.in_step {
-                Follows::Ready {
-                    acks: self.carried_or_held(),
-                }
-            } else {
-                let last = self.ahead.last;
-                if self.deferred.is_some_and(|(seq, _)| seq != last) {
-                    self.send_held(out);
-                }
-                Follows::Data {
-                    seq: last,
-                    acks: self.carried_or_held().is_some(),
-                }
-            };
+            let last = (!self.ahead.in_step).then_some(self.ahead.last);
             self.ahead.in_step = true;
-            self.ahead.answers = true;
             let message = Message::Ready {
                 seq,
                 segment,
-                follows,
+                last,
+                acks: self.carried(),
                 window: self.ahead.windows,
             };
             out.push(Action::Ready { message, recv });
@@ -1155,8 +1140,7 @@ impl Flow {
     /// this end.
     fn answer_taken(&mut self, seq: u32, len: u64, out: &mut Vec<Action>) {
         let may_follow = self.credits > 0 && self.place.is_none() && !self.is_shut();
-        let by_receive = self.ahead.answers && self.ahead.most > 0 && self.ahead.pause == 0;
-        if !self.may_defer || !(self.answers || by_receive) || !may_follow || seq == 0 {
+        if !self.may_defer || !self.answers || !may_follow || seq == 0 {
             return self.answer(seq, len, Status::Done, out);
         }
         self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
@@ -1165,19 +1149,10 @@ impl Flow {
         self.deferred = Some((seq, len));
     }
 
-    /// Takes the held acknowledgement, for an advertisement that is sent now.
+    /// Takes the held acknowledgement, for a message that is sent now.
     fn carried(&mut self) -> Option<NonZeroU32> {
-        self.answers = true;
-        self.deferred
-            .take()
-            .and_then(|(seq, _)| NonZeroU32::new(seq))
-    }
-
-    /// Takes the held acknowledgement, for the advertisement of a receive. A program that does nothing but receive has no other messages.
-    fn carried_or_held(&mut self) -> Option<NonZeroU32> {
-        self.deferred
-            .take()
-            .and_then(|(seq, _)| NonZeroU32::new(seq))
+        let held = self.deferred.take();
+        held.and_then(|(seq, _)| NonZeroU32::new(seq))
     }
 
     /// Answers a control message.
@@ -1247,6 +1222,15 @@ impl Flow {
         {
             out.push(complete(recv.id, *outcome, *got));
             self.recvs.pop_front();
+        }
+        if !self.ordered {
+            self.recvs.retain(|w| {
+                let cancelled = w.ended == Some(Outcome::Cancelled);
+                if cancelled {
+                    out.push(complete(w.recv.id, Outcome::Cancelled, w.got));
+                }
+                !cancelled
+            });
         }
     }
 
@@ -1616,6 +1600,7 @@ impl Flow {
             };
             let seq = self.number();
             self.targets.last = seq;
+            self.answers = true;
             let kind = if send.persistent {
                 Kind::Persistent {
                     notify: send.notify,
@@ -2023,29 +2008,22 @@ mod tests {
         Flow::new(hello, hello, 0)
     }
 
-    fn ready(seq: u32, follows: Follows) -> Message {
-        let segment = memory(100)[0];
-        let window = false;
+    fn ready(seq: u32, last: Option<u32>) -> Message {
         Message::Ready {
             seq,
-            segment,
-            follows,
-            window,
+            segment: memory(100)[0],
+            last,
+            acks: None,
+            window: false,
         }
     }
-
-    const FIRST: Follows = Follows::Data {
-        seq: 0,
-        acks: false,
-    };
-    const NEXT: Follows = Follows::Ready { acks: None };
 
     #[test]
     fn waiting_receives_are_advertised_and_end_in_order() {
         let mut flow = ahead();
         let mut out = Vec::new();
-        for (number, follows) in [(1, FIRST), (2, NEXT)] {
-            let message = ready(number, follows);
+        for (number, last) in [(1, Some(0)), (2, None)] {
+            let message = ready(number, last);
             let id = OpId::from(number) + 4;
             flow.recv(recv(id), &mut out);
             assert_eq!(out, [Action::Ready { message, recv: id }]);
@@ -2062,13 +2040,13 @@ mod tests {
         };
         assert_eq!(flow.arrived(written(1, 1, 60), 3, &mut out), Ok(()));
         let next = Action::Ready {
-            message: ready(3, NEXT),
+            message: ready(3, None),
             recv: 7,
         };
         let ends = [
             Action::Release(3),
-            ack(1, 60, Status::Done),
             complete(5, Outcome::Done, 60),
+            ack(1, 60, Status::Done),
             next,
         ];
         assert_eq!(out, ends);
@@ -2097,8 +2075,8 @@ mod tests {
     fn a_send_is_written_to_an_advertised_receive() {
         let mut flow = ahead();
         let mut out = Vec::new();
-        for (slot, follows) in [(0, FIRST), (1, NEXT)] {
-            let message = ready(slot as u32 + 1, follows);
+        for (slot, last) in [(0, Some(0)), (1, None)] {
+            let message = ready(slot as u32 + 1, last);
             assert_eq!(flow.arrived(message, slot, &mut out), Ok(()));
             assert_eq!(out, [Action::Release(slot)]);
             out.clear();
@@ -2131,20 +2109,12 @@ mod tests {
         ));
         out.clear();
         // The peer sent these before it knew of that: the receive follows one that was refused, or a message that was not the last.
-        let late = Follows::Data {
-            seq: 1,
-            acks: false,
-        };
-        for (seq, follows) in [(3, NEXT), (4, late)] {
-            assert_eq!(flow.arrived(ready(seq, follows), 0, &mut out), Ok(()));
+        for (seq, last) in [(3, None), (4, Some(1))] {
+            assert_eq!(flow.arrived(ready(seq, last), 0, &mut out), Ok(()));
             assert!(out.contains(&ack(seq, 0, Status::Refused)), "{out:?}");
             out.clear();
         }
-        let known = Follows::Data {
-            seq: 2,
-            acks: false,
-        };
-        assert_eq!(flow.arrived(ready(5, known), 0, &mut out), Ok(()));
+        assert_eq!(flow.arrived(ready(5, Some(2)), 0, &mut out), Ok(()));
         assert_eq!(out, [Action::Release(0)]);
     }
 

@@ -51,8 +51,6 @@ pub(crate) struct Op {
     /// The deadline, and whether it has passed. Then the deadline is the time until which the peer has to answer.
     pub(crate) deadline: Option<Instant>,
     pub(crate) late: bool,
-    /// Whether the deadline is the time until which the peer has to confirm that it does not use a cancelled receive.
-    pub(crate) abandons: bool,
     /// The registration of the memory of a receive, if it has one that lasts as long as the operation. Memory windows are bound to it.
     pub(crate) mr: Option<Ptr<ffi::ibv_mr>>,
 }

@@ -56,6 +56,9 @@ const CLOSE_PAUSE: Duration = Duration::from_micros(100);
 /// The number of send queue entries for RDMA Reads and Writes: 16 transfers from the peer with up to 15 pieces each, and 16
 /// to the peer with up to 8.
 const TRANSFERS: u32 = 16 * 15 + 16 * 8;
+/// The number of send queue entries for requests that belong to advertised receives and are posted apart from their messages: bindings, Writes
+/// and invalidations.
+const READY_REQUESTS: u32 = 3 * flow::MAX_READY as u32;
 
 /// The default size of a stream's buffer in bytes. It has room for several messages of the lengths for which copying costs
 /// less than waiting for a receive.
@@ -570,17 +573,6 @@ impl Socket {
         let due = |deadline: Option<Instant>| deadline.is_some_and(|d| d <= now);
         inner.alarm = None;
         self.drain(&mut inner);
-        let abandoned = inner.ops.numbers(|op| op.abandons && due(op.deadline));
-        for id in abandoned {
-            if let Some(op) = inner.ops.get_mut(id) {
-                op.deadline = None;
-            }
-            let mut actions = Vec::new();
-            if let Some(flow) = &mut inner.flow {
-                flow.abandon(id, &mut actions);
-            }
-            self.perform(&mut inner, actions);
-        }
         let silent = inner.ops.numbers(|op| op.late && due(op.deadline));
         let late = inner.ops.numbers(|op| !op.late && due(op.deadline));
         let patience = now + inner.flow.as_ref().map_or(SILENCE, patience);
@@ -1736,20 +1728,6 @@ impl Inner {
             flow.set_ordered(self.settings.ordered);
             flow.cancel(id, &mut actions);
             socket.perform(self, actions);
-            self.limit_wait(socket, id);
-        }
-    }
-
-    /// If the peer has to confirm that it does not use a cancelled receive, sets the time after which this is not waited for any longer.
-    fn limit_wait(&mut self, socket: &Socket, id: OpId) {
-        let (Some(flow), Some(op)) = (&self.flow, self.ops.get_mut(id)) else {
-            return;
-        };
-        if !op.is_send() && op.mr.is_some() && !op.abandons && flow.needs_peer(id) {
-            op.abandons = true;
-            op.deadline = Some(Instant::now() + patience(flow));
-            let deadline = op.deadline;
-            socket.set_alarm(self, deadline);
         }
     }
 
@@ -1784,7 +1762,10 @@ impl Inner {
         let addr = buffers.as_mut_ptr().expose_provenance() as u64;
         let region = register(&device, addr, buffers.len() as u64, Use::Local)?;
         // Each message can follow a Write that is not signaled.
-        let depth = u32::try_from(receives + 2 * sends).map_err(|_| libc::EINVAL)? + TRANSFERS + 1;
+        let depth = u32::try_from(receives + 2 * sends).map_err(|_| libc::EINVAL)?
+            + TRANSFERS
+            + READY_REQUESTS
+            + 1;
         let context = std::ptr::without_provenance_mut::<c_void>(usize::try_from(fd).unwrap_or(0));
         let entries = c_int::try_from(depth).map_err(|_| libc::EINVAL)?;
         // SAFETY: the device and its channel are live as long as the process.
@@ -1815,7 +1796,7 @@ impl Inner {
             send_cq: cq,
             recv_cq: cq,
             cap: ffi::ibv_qp_cap {
-                max_send_wr: u32::try_from(2 * sends).unwrap_or(0) + TRANSFERS + 1,
+                max_send_wr: u32::try_from(2 * sends).unwrap_or(0) + TRANSFERS + READY_REQUESTS + 1,
                 max_recv_wr: u32::try_from(receives).unwrap_or(0),
                 max_send_sge: 2,
                 max_recv_sge: 1,
@@ -2189,7 +2170,8 @@ impl Inner {
         let &Message::Ready {
             seq,
             segment,
-            follows,
+            last,
+            acks,
             window: true,
         } = message
         else {
@@ -2202,10 +2184,11 @@ impl Inner {
         // Each binding has another key, so that the peer cannot use an earlier one.
         window.rkey = (window.rkey & !0xff) | (window.rkey.wrapping_add(1) & 0xff);
         window.ready = Some(seq);
+        let (mw, rkey) = (window.mw, window.rkey);
         let mut bind = request(BOUND, ffi::IBV_WR_BIND_MW, &mut [], (0, 0), 0);
         bind.op.bind_mw = ffi::ibv_send_wr_bind_mw {
-            mw: window.mw.0,
-            rkey: window.rkey,
+            mw: mw.0,
+            rkey,
             bind_info: ffi::ibv_mw_bind_info {
                 mr: mr.0,
                 addr: segment.addr,
@@ -2216,13 +2199,18 @@ impl Inner {
         let message = Message::Ready {
             seq,
             segment: Segment {
-                stag: window.rkey,
+                stag: rkey,
                 ..segment
             },
-            follows,
+            last,
+            acks,
             window: true,
         };
-        self.message(&message, None, Some(&mut bind), None)
+        self.message(&message, None, Some(&mut bind), None)?;
+        // Drivers of libibverbs pass this key to the device at the next binding, as the one that is replaced.
+        // SAFETY: the link owns the window.
+        unsafe { (*mw.0).rkey = rkey };
+        Ok(())
     }
 
     /// Creates the buffer of the stream at its first use.

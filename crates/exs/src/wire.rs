@@ -142,7 +142,10 @@ pub(crate) enum Message {
     Ready {
         seq: u32,
         segment: Segment,
-        follows: Follows,
+        /// The number of the peer's last message with data or an advertisement that this end has received, or 0, if all receives before
+        /// this one have got data. `None`: the receive follows that of the last message of this kind.
+        last: Option<u32>,
+        acks: Option<NonZeroU32>,
         /// Whether the STag is that of a memory window. [`Message::Written`] then is a Send with Invalidate, which ends the access to the
         /// memory.
         window: bool,
@@ -156,15 +159,6 @@ pub(crate) enum Message {
     },
 }
 
-/// The message of the peer whose receive precedes that of a [`Message::Ready`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Follows {
-    /// The receive is the first one without data. The peer's last message with data or an advertisement was this one; 0: there was none.
-    Data { seq: u32, acks: bool },
-    /// The receive follows that of the last [`Message::Ready`].
-    Ready { acks: Option<NonZeroU32> },
-}
-
 impl Message {
     /// Returns the peer's message that this one also acknowledges, with status `Done` and all bytes accepted.
     pub(crate) fn acks(&self) -> Option<NonZeroU32> {
@@ -172,14 +166,7 @@ impl Message {
             Self::Advert { acks, .. }
             | Self::Immediate { acks, .. }
             | Self::Written { acks, .. }
-            | Self::Ready {
-                follows: Follows::Ready { acks },
-                ..
-            } => *acks,
-            Self::Ready {
-                follows: Follows::Data { seq, acks: true },
-                ..
-            } => NonZeroU32::new(*seq),
+            | Self::Ready { acks, .. } => *acks,
             _ => None,
         }
     }
@@ -289,22 +276,23 @@ impl Message {
             Self::Ready {
                 seq,
                 segment,
-                follows,
+                last,
+                acks,
                 window,
-            } => Header {
-                kind: READY,
-                flags: u8::from(matches!(follows, Follows::Ready { .. })) * FOLLOWS_READY_FLAG
-                    + u8::from(*window) * WINDOW_FLAG
-                    + u8::from(self.acks().is_some()) * ACKS_FLAG,
-                seq: *seq,
-                length: u64::from(segment.len),
-                addr: segment.addr,
-                stag: segment.stag,
-                of: match follows {
-                    Follows::Data { seq, .. } => *seq,
-                    Follows::Ready { acks } => acks.map_or(0, NonZeroU32::get),
-                },
-            },
+            } => {
+                more = std::slice::from_ref(segment);
+                Header {
+                    kind: READY,
+                    flags: u8::from(last.is_none()) * FOLLOWS_READY_FLAG
+                        + u8::from(*window) * WINDOW_FLAG
+                        + u8::from(acks.is_some()) * ACKS_FLAG,
+                    seq: *seq,
+                    length: u64::from(segment.len),
+                    addr: u64::from(last.unwrap_or(0)),
+                    of: acks.map_or(0, NonZeroU32::get),
+                    ..Header::default()
+                }
+            }
             Self::Written { seq, to, len, acks } => Header {
                 kind: WRITTEN,
                 flags: u8::from(acks.is_some()) * ACKS_FLAG,
@@ -357,12 +345,17 @@ impl Message {
         if whole != u64::try_from(bytes.len()).ok() || header_length < HEADER_LENGTH {
             return Err(Bad::Length);
         }
-        if header_length != HEADER_LENGTH && (kind != ADVERT || immediate) {
+        let is_right = match kind {
+            ADVERT if !immediate => true,
+            READY => header_length == HEADER_LENGTH + SEGMENT_LENGTH,
+            _ => header_length == HEADER_LENGTH,
+        };
+        if !is_right {
             return Err(Bad::Length);
         }
-        let has_memory = kind == PLACE || kind == READY || (kind == ADVERT && !immediate);
+        let has_memory = kind == PLACE || (kind == ADVERT && !immediate);
         let one = has_memory && header_length == HEADER_LENGTH;
-        let follows_data = kind == READY && flags & FOLLOWS_READY_FLAG == 0;
+        let follows_ready = kind == READY && flags & FOLLOWS_READY_FLAG != 0;
         let flags_known = match kind {
             ADVERT => {
                 immediate || [0, PERSISTENT_FLAG, PERSISTENT_FLAG | NOTIFY_FLAG].contains(&flags)
@@ -371,11 +364,10 @@ impl Message {
             READY => flags <= FOLLOWS_READY_FLAG | WINDOW_FLAG,
             _ => flags == 0,
         };
-        let number = (kind == WRITTEN)
-            .then(|| u32::try_from(addr).ok())
-            .flatten();
+        let has_number = kind == WRITTEN || (kind == READY && !follows_ready);
+        let number = u32::try_from(addr).ok().filter(|_| has_number);
         let fields_known = (one || ((addr == 0 || number.is_some()) && stag == 0))
-            && (of == 0 || kind == NOTIFY || kind == CANCEL || follows_data || acks.is_some())
+            && (of == 0 || kind == NOTIFY || kind == CANCEL || acks.is_some())
             && (length == 0 || (kind != CANCEL && kind != FIN))
             && length <= MAX_LENGTH;
         if !flags_known || !fields_known {
@@ -417,15 +409,15 @@ impl Message {
             FIN => Self::Fin { seq },
             READY => Self::Ready {
                 seq,
-                segment: Segment { addr, stag, len },
-                follows: if follows_data {
-                    Follows::Data {
-                        seq: of,
-                        acks: acks.is_some(),
+                segment: Self::segment(&mut from).and_then(|s| {
+                    if s.len == len {
+                        Ok(s)
+                    } else {
+                        Err(Bad::Length)
                     }
-                } else {
-                    Follows::Ready { acks }
-                },
+                })?,
+                last: number,
+                acks,
                 window: flags & WINDOW_FLAG != 0,
             },
             WRITTEN => Self::Written {
@@ -438,6 +430,14 @@ impl Message {
         })
     }
 
+    fn segment(from: &mut Reader<'_>) -> Result<Segment, Bad> {
+        Ok(Segment {
+            addr: from.u64()?,
+            stag: from.u32()?,
+            len: from.u32()?,
+        })
+    }
+
     fn segments(from: &mut Reader<'_>, length: u64) -> Result<Segments, Bad> {
         let count = from.0.len() / SEGMENT_LENGTH;
         if !from.0.len().is_multiple_of(SEGMENT_LENGTH) || !(2..=MAX_SEGMENTS).contains(&count) {
@@ -446,11 +446,7 @@ impl Message {
         let mut segments = Segments::with_capacity(count);
         let mut sum = 0;
         for _ in 0..count {
-            let segment = Segment {
-                addr: from.u64()?,
-                stag: from.u32()?,
-                len: from.u32()?,
-            };
+            let segment = Self::segment(from)?;
             sum += u64::from(segment.len);
             segments.push(segment);
         }
@@ -582,24 +578,22 @@ mod tests {
             "ready" => Message::Ready {
                 seq: 9,
                 segment: segment(0xa000, 0xaa, 65536),
-                follows: Follows::Data {
-                    seq: 6,
-                    acks: false,
-                },
+                last: Some(6),
+                acks: None,
                 window: false,
             },
             "ready that acknowledges" => Message::Ready {
                 seq: 10,
                 segment: segment(0xa000, 0xaa, 65536),
-                follows: Follows::Data { seq: 6, acks: true },
+                last: Some(6),
+                acks: NonZeroU32::new(4),
                 window: true,
             },
             "ready after a ready" => Message::Ready {
                 seq: 11,
                 segment: segment(0xb000, 0xaa, 65536),
-                follows: Follows::Ready {
-                    acks: NonZeroU32::new(7),
-                },
+                last: None,
+                acks: NonZeroU32::new(7),
                 window: false,
             },
             "written" => Message::Written {
