@@ -10,8 +10,8 @@
 //! may contain more events than the program waits for, until one of them is reported. So a stream that the program has
 //! removed stays in the kernel's set until the kernel reports an event of the stream, the program closes it, or the process forks.
 //!
-//! A fork shares the kernel's set, not the list: in the child, the entries of the kernel's set are the parent's. The child changes one
-//! without a call of the program only if it has used the stream, which the parent then cannot use any more.
+//! After a fork, both processes share the kernel's set, but not the list. The entries of the kernel's set are the parent's: the child
+//! changes one without a call of the program only if the child has used the stream, because then the parent cannot use it any more.
 
 use crate::conn::early;
 use crate::conn::sock::{Carrier, Mode, Sock, UNDECIDED};
@@ -116,8 +116,8 @@ pub struct Held {
     lost: Vec<&'static Set>,
 }
 
-/// Keeps other threads from creating, closing or using sets while the process forks, until the result is dropped. Removes the members
-/// that the program has removed from the kernel's sets: the child could not know later which of them it still has to remove.
+/// Keeps other threads from creating, closing or using sets while the process forks, until the result is dropped. Also deletes, in the
+/// kernel's sets, the members that the program has removed: the child could not know later which of them it still has to delete.
 pub fn hold() -> Held {
     let free = FREE.lock();
     let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
@@ -146,7 +146,7 @@ pub fn hold() -> Held {
 }
 
 impl Held {
-    /// Called in the child of the fork. Sets that were locked are left to the kernel.
+    /// Called in the child of the fork. For sets in `lost`, the child passes all calls to the kernel unchanged.
     pub fn forked(mut self) {
         for inner in &mut self.sets {
             for member in inner.members.values_mut() {
@@ -303,7 +303,7 @@ impl Set {
         Ok(())
     }
 
-    /// Puts a member into the map and the list, so that the next wait reports the events that it has already.
+    /// Puts a member into the map and the list, so that the next wait reports the events that the member has already.
     fn add_member(&self, inner: &mut Inner, fd: c_int, member: Member) {
         let data = member.data;
         let old = inner.members.insert(fd, member);
@@ -315,7 +315,7 @@ impl Set {
         inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
     }
 
-    /// Makes `fd` a member, which the kernel's set contains already, with these events and this data.
+    /// Makes `fd` a member. The kernel's set contains it already, with these events and this data.
     pub fn adopt(&'static self, fd: c_int, events: u32, data: u64, sock: &'static Sock) {
         let mut inner = self.lock();
         self.remove(&mut inner, fd);
@@ -343,7 +343,7 @@ impl Set {
         }
     }
 
-    /// Removes the members from the kernel's set that the program has removed.
+    /// Deletes, in the kernel's set, the members that the program has removed.
     fn remove_gone(&self, inner: &mut Inner) {
         let gone = inner.members.iter().filter(|(_, m)| m.gone);
         let gone: Vec<c_int> = gone.map(|(fd, _)| *fd).collect();
@@ -369,12 +369,12 @@ impl Set {
         self.remove(&mut inner, fd);
     }
 
-    /// Removes `fd`, which the program closes, from the kernel's set. The kernel does so only when the connection is closed, and the
-    /// library keeps it open for a while. Until then the kernel would report its events, with data that the program may use for
-    /// another connection by then.
+    /// Removes `fd`, which the program closes, from the kernel's set. The kernel itself removes it only when the connection is closed,
+    /// and the library keeps the connection open for a while. Meanwhile the kernel would report events of the connection, with data
+    /// that the program may already use for another one.
     pub fn withdraw(&self, fd: c_int) {
         let inner = self.lock();
-        // The other process may still have the connection in its set.
+        // The process that created the set may still use the connection in it.
         if inner.is_shared() {
             return;
         }
@@ -493,7 +493,7 @@ impl Set {
             };
             let data = event.u64;
             if data == BELL && inner.bell.is_some() {
-                // The other process still has to read its bell.
+                // The process that created the set has the same bell, and still has to read it.
                 if !inner.is_shared() {
                     inner.listen();
                 }
@@ -580,7 +580,7 @@ impl Set {
             if found == 0 || inner.is_shared() {
                 return None;
             }
-            // No other process handles these events, and the kernel would report them again at once.
+            // No other process handles these events, and the kernel would report them again at once, so this process handles them.
         }
         if !sock.is_ours(fd) {
             return (found != 0).then_some(epoll_event {
@@ -628,8 +628,8 @@ impl Set {
         })
     }
 
-    /// Returns whether the next wait reports events of the kernel before those of the list. This is so after each call for whose events
-    /// the list alone has filled the program's array: other members of the set would get no turn while streams stay ready.
+    /// Returns whether the next wait reports events of the kernel before those of the list. This is the case after a call in which the
+    /// list alone filled the program's array: otherwise other members would not be reported while these streams stay ready.
     pub fn is_kernels_turn(&self) -> bool {
         self.filled.load(Ordering::Relaxed) && self.filled.swap(false, Ordering::Relaxed)
     }
@@ -677,7 +677,8 @@ impl Member {
     /// stream stays free for the parent until this process reads or writes. `found`: the events of the carrier.
     fn unused(&self, found: u32) -> u32 {
         let ready = match self.sock.try_stream() {
-            // The kernel does not know when an exact member is listed, so only its events are reported.
+            // For a member with a flag of `EXACT` only the kernel's events are reported, because the kernel does not know when the
+            // library lists the member.
             Some(stream) if self.events & EXACT == 0 => {
                 stream.as_ref().map_or(0, |s| to_epoll(s.readiness()))
             }
@@ -863,7 +864,7 @@ pub fn for_carrier(wanted: u32) -> i16 {
 
 fn kernel(epfd: c_int, op: c_int, fd: c_int, events: u32, data: u64) -> Result<(), c_int> {
     let mut event = epoll_event { events, u64: data };
-    // SAFETY: one event.
+    // SAFETY: `event` outlives the call.
     let r = unsafe { real::epoll_ctl(epfd, op, fd, &raw mut event) };
     if r < 0 { Err(sys::errno()) } else { Ok(()) }
 }

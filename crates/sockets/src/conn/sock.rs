@@ -1,7 +1,8 @@
 //! A TCP connection of the program that is undecided or upgraded. Plain connections (TCP without RDMA) have no state here.
 //!
-//! The *carrier* of an upgraded stream is the TCP connection that carries it. *Credit* is the number of payload bytes that the
-//! peer still permits this end to send.
+//! The connecting end sends a *Request* to upgrade the connection, and the accepting end answers with a *Reply*. An end is *undecided*
+//! until it has sent the Request or seen the first bytes. The *carrier* of an upgraded stream is the TCP connection that carries it.
+//! *Credit* is the number of payload bytes that the peer still permits this end to send.
 
 use crate::conn::set::{Set, for_carrier};
 use crate::conn::show;
@@ -64,10 +65,10 @@ pub struct Sock {
     receiver: AtomicUsize,
     /// The number of writers that sleep.
     waiting_writers: AtomicU32,
-    /// The eventfds of threads that poll the connection, or sleep in a call that reads, while another thread receives as described at
-    /// `direct` or sleeps too, and of followers. The kernel does not tell them of bytes that the other thread has taken.
+    /// The eventfds of followers, and of threads that poll the connection or sleep in a call that reads while another thread sleeps
+    /// too or receives (see `direct`). The kernel does not tell these threads of bytes that the other thread has taken.
     watchers: Mutex<Vec<c_int>>,
-    /// There may be watchers. Changed with `inner` locked.
+    /// `watchers` may have elements. This field changes with `inner` locked.
     watched: AtomicBool,
     /// A writer without credit (the *leader*) sleeps until the carrier has bytes. It is not counted in `sleepers`: other threads may
     /// receive these bytes if they then wake the leader by `kick`.
@@ -88,7 +89,7 @@ pub struct Sock {
     /// The id of the process that uses the connection. 0 after a fork: the first process that uses the connection sets it.
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
-    /// The child cannot use the connection, because a thread of the parent held its lock at the fork.
+    /// This process was forked while a thread of the parent held a lock of the connection, so it cannot use the connection.
     lost: AtomicBool,
     /// The program has closed the last descriptor.
     closed: AtomicBool,
@@ -131,7 +132,7 @@ pub fn wake_this_thread() {
 /// Returns a number that no other running thread has. Cheaper than the thread's id in the kernel.
 fn this_thread() -> usize {
     thread_local!(static PLACE: u8 = const { 0 });
-    // While the thread ends, it has no number.
+    // A thread whose thread-local variables were destroyed gets 0.
     PLACE
         .try_with(|place| std::ptr::from_ref(place).addr())
         .unwrap_or(0)
@@ -527,8 +528,8 @@ impl Sock {
         true
     }
 
-    /// Makes an accepted connection plain whose first bytes have arrived. A Request is refused. Without bytes the connection stays
-    /// undecided, because a later Request could not be refused any more.
+    /// Makes an accepted connection plain if its first bytes have arrived, and refuses a Request among them. Without bytes the
+    /// connection stays undecided, because a later Request could not be refused any more.
     pub fn refuse(&'static self, fd: c_int, why: Why) {
         if self.is_lost() {
             return;
@@ -595,7 +596,7 @@ impl Sock {
             return;
         }
         if sys::peek(fd, &mut [0]).is_ok() {
-            // The accepting program has written before it saw a Request, so its end is plain. Or it has closed the connection.
+            // Either the accepting program has written before it saw a Request, so its end is plain, or it has closed the connection.
             drop(inner);
             self.go_plain(fd, Why::PeerWroteFirst);
             return;
@@ -629,15 +630,15 @@ impl Sock {
         *lock(&self.owner) = word;
     }
 
-    /// Called before a fork. The first of the two processes that uses the stream becomes its owner. Corked bytes are sent before, because
-    /// otherwise it would depend on the owner whether, and how often, they are sent.
+    /// Called before a fork. The first of the two processes that uses the stream becomes its owner. Corked bytes are sent now, because
+    /// afterwards each process has a copy of them, and they could be sent twice or never.
     pub fn before_fork(&self, fd: c_int) {
         self.uncork_now(fd);
         if let Some(owner) = self.owner.try_lock()
             && let Some(word) = *owner
             && word.load(Ordering::Relaxed) == crate::owner::me()
         {
-            // A thread that receives from the carrier keeps the connection for this process.
+            // While a thread of this process receives from the carrier, this process stays the owner.
             if !self.direct.load(Ordering::SeqCst) {
                 word.store(0, Ordering::Release);
             }
@@ -666,7 +667,7 @@ impl Sock {
         self.waiting_writers.store(0, Ordering::Relaxed);
     }
 
-    /// Returns whether this process may use the stream; makes it the owner if there is none.
+    /// Returns whether this process may use the stream. If the stream has no owner, this process becomes the owner.
     #[inline]
     pub fn is_ours(&self, fd: c_int) -> bool {
         if !self.forked.load(Ordering::Acquire) {
@@ -787,7 +788,8 @@ impl Sock {
     ) -> (Result<(), c_int>, bool) {
         sys::cancellation_point();
         let mut start = dest.done();
-        // Each call that receives has the whole time limit. This one is for messages without payload that end such a call.
+        // The kernel applies SO_RCVTIMEO to each receive call anew. `limit` ends this loop if messages without payload end such calls
+        // again and again.
         let mut limit = sys::TimeLimit::default();
         loop {
             let mut stays = sys::NotCancelled::begin();
@@ -838,7 +840,7 @@ impl Sock {
             drop(inner);
             drop(received);
             self.notify_sets(news);
-            // A limit for the peer may not fit into the carrier.
+            // The worker sends a Limit message (credit for the peer) that does not fit into the carrier's send buffer now.
             worker::watch(fd, self, pending);
             drop(stays);
             if is_alone && limit.left(fd, libc::SO_RCVTIMEO) != 0 {
@@ -885,7 +887,7 @@ impl Sock {
         });
         let stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
-        // If the connection has another descriptor, the bytes belong to that.
+        // If the program has closed `fd` meanwhile, the bytes belong to another descriptor of the connection, if it has one.
         let fd = if self.is_closed(fd) {
             match table::find(self) {
                 Some(other) => other,
@@ -911,7 +913,7 @@ impl Sock {
     }
 
     /// Called by a thread that is counted as a sleeper and is about to poll the carrier. If another thread receives from the carrier,
-    /// that thread will write to the eventfd that `kick` returns. Returns whether it will.
+    /// that thread will write to the eventfd that `kick` returns, and the result is true.
     pub fn watch(&self, kick: impl FnOnce() -> Option<c_int>) -> bool {
         let _inner = lock(&self.inner);
         if !self.is_received_elsewhere() {
@@ -965,7 +967,7 @@ impl Sock {
             let at = all.iter().rposition(|sock| std::ptr::eq(*sock, self));
             Some(at.map(|at| all.swap_remove(at)).is_some())
         });
-        // If it is not found, `wake_this_thread` has ended the count.
+        // If the list does not contain the connection, `wake_this_thread` has uncounted this thread already.
         if !matches!(found, Ok(Some(false))) {
             self.uncount();
         }
@@ -979,7 +981,7 @@ impl Sock {
 
     /// Counts the caller as a sleeper, before it checks the stream and then sleeps until the carrier has events.
     pub fn asleep(&'static self) {
-        // While the thread ends, it has no list.
+        // A thread whose thread-local variables were destroyed has no list.
         let _ = SLEEPS.try_with(|all| all.try_borrow_mut().map(|mut all| all.push(self)));
         self.sleepers.fetch_add(1, Ordering::SeqCst);
     }
@@ -990,8 +992,8 @@ impl Sock {
         self.sleepers.load(Ordering::SeqCst) <= 0 && !self.is_received_elsewhere()
     }
 
-    /// Returns whether another thread receives from the carrier without the lock. If `direct` is due to this thread, a signal handler has
-    /// left the call by siglongjmp.
+    /// Returns whether another thread receives from the carrier without the lock. If `receiver` is this thread, a signal handler has left
+    /// its receive call by siglongjmp, and `direct` is outdated.
     fn is_received_elsewhere(&self) -> bool {
         self.direct.load(Ordering::SeqCst) && self.receiver.load(Ordering::Relaxed) != this_thread()
     }
@@ -1282,7 +1284,8 @@ impl Sock {
                 let mut taken = lock(&self.inner).take();
                 let may_pull = !self.is_received_elsewhere();
                 if !may_pull && let Some(stream) = &mut taken {
-                    // The other thread's call fails. It could not be woken later, because the worker may take the bytes that arrive.
+                    // This makes the other thread's call fail. That thread could not be woken later, because the worker may take
+                    // the bytes that arrive.
                     stream.deafen(fd);
                 }
                 if let Some(mut stream) = taken

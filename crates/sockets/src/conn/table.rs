@@ -53,8 +53,8 @@ pub enum Entry {
     Other,
     /// A TCP socket that is not connected and does not listen.
     Tcp,
-    /// A TCP socket that stays plain because of a rule, of an option that the program has set, or of stdio. A listener with the entry
-    /// [`Entry::Other`] may be one that the program got from another process, and is examined at its first accepted connection.
+    /// A TCP socket that stays plain because of a rule, because of an option that the program has set, or because stdio uses it. This
+    /// differs from [`Entry::Other`]: a listener with that entry may come from another process, and is examined when it first accepts.
     Pinned,
     /// A UDP socket whose datagrams may be messages.
     Dgram(&'static Dgram),
