@@ -187,8 +187,8 @@ pub(crate) unsafe fn keep(
     // entries.
     let watch = watch().ok();
     if watched && (watch.is_none() || !watch::anonymous(&pages(&wanted.range))) {
-        // The memory has another kind, which does not change soon, and it takes long to read the list of mappings. So the next attempt is
-        // postponed.
+        // The memory cannot be watched, because it is not anonymous or the kernel does not permit it. This does not change soon, and it
+        // takes long to read the list of mappings, so the next attempt is postponed.
         lock(&TABLE).postpone(wanted);
         return Ok(None);
     }

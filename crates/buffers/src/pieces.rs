@@ -10,7 +10,7 @@ use crate::lock::{lock, wait};
 use crate::manager::{Buffer, Inner, Lifetime, Manager, Use};
 use crate::thread::spawn;
 
-/// The most pieces of a buffer. Each needs memory from the beginning on.
+/// The most pieces of a buffer. Each piece has a [`Slot`] in memory from the beginning on.
 const PIECES_MAX: usize = 1 << 20;
 
 /// A buffer whose pieces become ready one after another, in order of their addresses.

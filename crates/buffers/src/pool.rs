@@ -131,14 +131,14 @@ impl State {
         }
     }
 
-    /// Provides free buffers of a size, of which there are none, if possible: those of a new slab, or else those of slabs of other sizes
-    /// that are not in use. So a program that has used buffers of one size gets others.
+    /// Called when no buffer of a size is free: provides some if possible, from a new slab, or else from the memory of idle slabs of
+    /// other sizes. So buffers of one size that the program no longer uses leave room for other sizes.
     fn provide(&mut self, pd: *mut ffi::ibv_pd, access: u32, class: usize, most: usize) {
         let len = CLASSES.get(class).map_or(SLAB, |size| SLAB.max(*size));
         if self.bytes + len <= most && self.add(pd, access, class, len) {
             return;
         }
-        // The registration of a slab that is long enough remains.
+        // An idle slab that is long enough is divided anew, and keeps its registration.
         let long = self.idle().filter(|(_, other)| *other >= len);
         if let Some((index, _)) = long.min_by_key(|(_, other)| *other) {
             self.divide(index, class);

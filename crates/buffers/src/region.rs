@@ -13,7 +13,7 @@ pub struct Region {
     mr: Ptr<ffi::ibv_mr>,
     lkey: u32,
     rkey: u32,
-    /// The generation of the process that created it. In a forked child, dropping the value does not deregister.
+    /// The generation (number of forks) of the process that created the region. In a forked child, dropping the value does not deregister.
     generation: u32,
 }
 

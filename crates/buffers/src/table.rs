@@ -1,10 +1,10 @@
 //! The table of cached registrations, by owner and address, and of those that must be ended.
 //!
-//! The *owner* of a registration is the manager that has made it, by its number.
+//! The *owner* of a registration is the number of the manager that has made the registration.
 //!
-//! The thread that reads the kernel's reports locks this table, and a thread that unmaps memory waits for that thread. So no
-//! code here allocates or frees memory while it holds the lock, since that might unmap memory. All lists are allocated at the
-//! beginning.
+//! The thread that reads the kernel's reports of changed memory locks this table, and a thread that unmaps memory waits until
+//! its report was read. So no code here allocates or frees memory while it holds the lock, since that might unmap memory. All
+//! lists are allocated at the beginning.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -223,8 +223,8 @@ impl Table {
     ///
     /// # Errors
     ///
-    /// The registrations to wait for if the entry has room when they have ended; `None` if there is no room, or if another thread is
-    /// registering the same memory.
+    /// `Some`: the entry has room once these registrations have ended, so the caller waits for them. `None`: there is no room, or
+    /// another thread is registering the same memory.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,
@@ -402,7 +402,7 @@ impl Table {
             .fetch_sub(entry.end - entry.start, Relaxed);
         if let (true, Some(watch)) = (entry.watched, watch) {
             let Range { start, end } = pages(&(entry.start..entry.end));
-            // Other memory may be at the addresses of the pages that are gone, which another descriptor may watch.
+            // The pages that are gone are left out: other memory may be at their addresses, and another descriptor may watch it.
             let gone = gone.map_or(end..end, |gone| {
                 gone.start.clamp(start, end)..gone.end.clamp(start, end)
             });
