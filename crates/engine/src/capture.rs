@@ -29,8 +29,8 @@ use crate::log::{self, Level};
 use crate::process::PerProcess;
 use crate::sys::thread::Uncancelled;
 
-/// Bytes of payload in one synthesized packet, at most: with its headers the packet stays below the longest that IP
-/// allows.
+/// The most bytes of payload in one synthesized packet. With its headers, such a packet is shorter than the longest that
+/// IP allows.
 const PAYLOAD_MAX: usize = 65_400;
 /// The largest number of connections that are captured at a time. It limits the memory for their sequence numbers. A new
 /// connection beyond it is not captured.
@@ -192,7 +192,7 @@ impl Sink {
             }
             return;
         }
-        // One system call, because the kernel appends the bytes of one call as a whole.
+        // The block is written by one system call, because the kernel appends the bytes of one call as a whole.
         let _inside = Uncancelled::new();
         let written = match (&self.file).write(&block) {
             Ok(n) if n == block.len() => return,
@@ -320,8 +320,9 @@ fn udp(from: SocketAddr, to: SocketAddr, data: &[u8]) -> Vec<u8> {
 struct Stream {
     local: SocketAddr,
     peer: SocketAddr,
-    /// Sequence number of our next byte, and of the peer's.
+    /// The sequence number of the next byte of this end.
     seq: u32,
+    /// The sequence number of the next byte of the peer.
     ack: u32,
 }
 
@@ -580,7 +581,7 @@ mod tests {
             }
             return;
         }
-        // In another process, because the lines go to standard error and the variable is read once.
+        // The test runs itself in another process, because the lines go to standard error and the variable is read once.
         let child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--nocapture"])
             .arg("capture::tests::a_capture_that_fails_is_reported_although_the_log_is_off")

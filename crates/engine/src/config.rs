@@ -128,12 +128,12 @@ impl Transport {
     }
 }
 
-/// When queue pairs share a trunk.
+/// When queue pairs share a trunk: a TCP connection that carries the streams of several queue pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrunkUse {
-    /// From this number of queue pairs with the same peer process on.
+    /// The least number of queue pairs with the same peer process that share one.
     pub least: usize,
-    /// After this number of requests of each.
+    /// The number of requests after which a queue pair may join.
     pub after: u32,
 }
 
@@ -273,7 +273,7 @@ impl Config {
     }
 }
 
-/// Reads variables that take one of a few words, and warns of others.
+/// Reads variables that take one of a few words, and warns of other values.
 struct Choices<'a> {
     text: &'a dyn Fn(&'static str) -> Option<String>,
     warnings: Vec<String>,

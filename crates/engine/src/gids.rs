@@ -5,7 +5,7 @@
 //! reports changes. Every reader of the table checks that socket first, so no reader sees an outdated table. The
 //! worker notifies the open devices (`ibv_get_async_event(3)`).
 //!
-//! The port is the network interface that has the address of the first entry. The port is down while that interface is.
+//! The port is the network interface that has the address of the first entry. The port is down while that interface is down.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, OnceLock, Weak};

@@ -15,7 +15,7 @@ thread_local! {
     /// How many calls of [`together`] this thread is in.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
     /// The sockets to which bytes were added in the outermost call, which empties the list at its end. The list has no destructor: glibc
-    /// allocates memory to register a destructor of a thread-local variable, and ends the process if there is none.
+    /// allocates memory to register a destructor of a thread-local variable, and ends the process if there is no memory.
     static ADDED: RefCell<ManuallyDrop<Vec<Arc<dyn SharedSender>>>> =
         const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
@@ -43,8 +43,8 @@ pub(crate) fn together<R>(handle: impl FnOnce() -> R) -> R {
     handle()
 }
 
-/// Registers a socket to which bytes were added, so that they are sent at the end of [`together`]. Returns false outside of it, or if there is
-/// no memory: the caller sends the bytes now.
+/// Registers a socket to which bytes were added, so that they are sent at the end of [`together`]. Returns false outside of [`together`], or
+/// if there is no memory. The caller then sends the bytes itself.
 pub(crate) fn added(sender: &Arc<dyn SharedSender>) -> bool {
     if DEPTH.get() == 0 {
         return false;
