@@ -15,7 +15,8 @@
  *   sent                                ->
  *                                       <-     done CPU DEVICE COPIED LATENCIES
  *
- * The steps from "ready" on run twice, the first time to warm up. The time is measured from "ready" to "done".
+ * The steps from "ready" on run twice, the first time to warm up. The time is measured from "ready" to "done". At last the client
+ * sends "end", for a transaction after the server has sent "withdrawn".
  *
  * The first and last bytes of each message are made from its number and size, and the receiver compares them. With --verify all bytes are filled and
  * compared.
@@ -45,6 +46,7 @@
 #define MAX_PINGS 10000000u
 /* The number of receives that a ping keeps posted, and the number of its send buffers. */
 #define PING_BUFFERS 2
+/* The number of bytes at each end of a message that are always filled and compared. */
 #define STAMP sizeof(uint64_t)
 #define LINE 256
 /* The time limit for an event, or for a line of the other end. */
@@ -263,7 +265,7 @@ static size_t least(size_t a, size_t b)
 	return a < b ? a : b;
 }
 
-/* Fills the message, or its first and last bytes. */
+/* Fills the whole message with --verify, otherwise its first and last bytes. */
 static void fill(const struct row *row, char *to, uint64_t number)
 {
 	size_t size = row->size;
@@ -332,7 +334,7 @@ static size_t offset_of(const struct end *e, size_t slot)
 
 /* ---- events ---- */
 
-/* Returns the next event, and sets the buffer that it belongs to. */
+/* Takes the next event, and sets its type and the slot of its message. */
 static bool take(struct end *e, int *type, size_t *slot)
 {
 	exs_event_t event;
@@ -356,7 +358,7 @@ static bool take(struct end *e, int *type, size_t *slot)
 		return fail("event %d: %s", event.exs_evt_type, strerror(event.exs_evt_errno));
 	if (event.exs_evt_type == EXS_EVT_SEND || event.exs_evt_type == EXS_EVT_RECV)
 		if (event.exs_evt_union.exs_evt_xfer.exs_evt_length != e->row.size)
-			return fail("%zu bytes of %u", event.exs_evt_union.exs_evt_xfer.exs_evt_length, e->row.size);
+			return fail("event for %zu bytes, expected %u", event.exs_evt_union.exs_evt_xfer.exs_evt_length, e->row.size);
 	*type = event.exs_evt_type;
 	*slot = (size_t)event.exs_evt_ahandle;
 	return true;
@@ -401,7 +403,7 @@ static bool post_send(struct end *e, size_t slot)
 
 #define PERSISTENT_HANDLE 1000
 
-/* Starts a persistent receive if `memory_to_write`, otherwise a persistent send. */
+/* Offers this end's memory to the peer: with `memory_to_write` for writing (a persistent receive), otherwise for reading. */
 static bool offer(struct end *e, bool memory_to_write)
 {
 	size_t all = e->stride * e->row.in_flight;
@@ -425,7 +427,7 @@ static bool withdraw(struct end *e, int fd)
 	if (exs_qdequeue(e->queue, &event, 1, &limit) != 1)
 		return fail("a persistent operation does not end");
 	if (event.exs_evt_ahandle != PERSISTENT_HANDLE || event.exs_evt_errno != ECANCELED)
-		return fail("event %d: %s, where a persistent operation should end", event.exs_evt_type,
+		return fail("event %d: %s, expected the end of a persistent operation", event.exs_evt_type,
 			    strerror(event.exs_evt_errno));
 	return true;
 }
@@ -690,7 +692,10 @@ static struct latencies summary(double *pings, unsigned int count)
 	return (struct latencies){ pings[0], pings[count / 2], pings[(size_t)count * 99 / 100], pings[count - 1] };
 }
 
-/* Sends end in order, so consecutive messages of a buffer are `in_flight` messages apart. */
+/*
+ * Returns whether the memory contains the last message of each buffer. Sends end in order, so consecutive messages of a buffer are
+ * `in_flight` messages apart.
+ */
 static bool has_last_messages(const struct end *e, unsigned int count)
 {
 	unsigned int buffers = (unsigned int)least(count, e->row.buffers);
