@@ -14,8 +14,8 @@ use object::read::elf::{FileHeader, ProgramHeader};
 /// The type of a file, according to its first bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// An ELF file: its machine, its class (1: 32 bit, 2: 64 bit), and whether the dynamic loader starts or loads it, or it is the
-    /// loader itself.
+    /// An ELF file: its machine, its class (1: 32 bit, 2: 64 bit), and whether it is dynamic, that is, a program or a library for the
+    /// dynamic loader, or the loader itself.
     Elf {
         machine: u16,
         class: u8,
@@ -27,7 +27,7 @@ pub(crate) enum Kind {
     Other,
 }
 
-/// A reason why the program will not find the device.
+/// A reason why the program will not find the device. The *variables* are LD_PRELOAD and LD_LIBRARY_PATH.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Obstacle {
     /// The program is statically linked, so nothing is preloaded.
@@ -145,7 +145,7 @@ fn is_loaded(file: &mut File, at: u64, size: u64, word: usize) -> io::Result<boo
     }))
 }
 
-/// Returns the number of 4 or 8 bytes in the byte order of this machine.
+/// Returns the integer that 4 or 8 bytes contain in the byte order of this machine.
 fn number(bytes: &[u8]) -> Option<u64> {
     match bytes.len() {
         4 => bytes.try_into().ok().map(u32::from_ne_bytes).map(u64::from),
@@ -165,7 +165,7 @@ pub(crate) fn interpreter_of(program: &Path) -> PathBuf {
     path
 }
 
-/// The longest value of the attribute `security.capability` has 24 bytes.
+/// The size of the buffer for the attribute `security.capability`, whose longest value has 24 bytes.
 const CAPABILITIES_MAX: usize = 64;
 
 /// Returns whether the file has capabilities (capabilities(7)). If another user than root executes it, the loader ignores LD_PRELOAD,
@@ -184,8 +184,8 @@ pub(crate) fn obstacles(program: &Path, library: &Path) -> Vec<Obstacle> {
     obstacles_for(rustix::process::getuid().is_root(), program, library)
 }
 
-/// Like [`obstacles`], for the superuser or another user. File capabilities give the superuser no privileges that it lacks, and the
-/// loader does not ignore the variables then.
+/// Like [`obstacles`], for the superuser (`root`) or another user. File capabilities give the superuser no privileges that it lacks,
+/// so the loader does not ignore the variables for it.
 fn obstacles_for(root: bool, program: &Path, library: &Path) -> Vec<Obstacle> {
     let mut found = Vec::new();
     let mut path = program.to_path_buf();

@@ -1,10 +1,11 @@
 //! The `anywarp` command: runs unmodified RDMA programs on any machine, and checks and measures the machine.
 //!
-//! Modules: [`cli`] defines the options, [`library`] finds the drop-in libraries, and [`cmd`] has one file for each subcommand.
+//! Modules: [`cli`] defines the options, [`library`] finds the drop-in libraries, and [`cmd`] runs the subcommands, of which
+//! [`bench`], [`perf`], [`sockets`] and [`study`] contain the larger ones.
 //! All `unsafe` code is in [`sys`] and `bench/raw_sys.rs`.
 #![deny(unsafe_code)]
 
-/// Like the macro of std, but a standard error that cannot be written is no panic: no message may change the exit status, or keep a
+/// Like the macro of std, but does not panic if standard error cannot be written: no message may change the exit status, or keep a
 /// program from starting.
 macro_rules! eprint {
     ($($text:tt)*) => {
@@ -39,9 +40,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Ends the program when its output cannot be written, for which each `println!` would panic: quietly if the reader of the output
-/// has gone, as in `anywarp study list | head`, and otherwise with a message. SIGPIPE stays ignored, because it would also end a
-/// measurement when one of its programs ends.
+/// If the output cannot be written, each `println!` panics. This makes such a panic end the program: quietly if the reader of the
+/// output has gone, as in `anywarp study list | head`, and otherwise with a message. SIGPIPE stays ignored, because it would also end
+/// a measurement when one of the measured programs ends.
 fn end_without_output() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

@@ -158,7 +158,7 @@ impl Maker<'_> {
         Ok(roff.to_roff())
     }
 
-    /// Reads a header of this project: of verbs, or of the libraries based on it.
+    /// Reads a header of this project: one of verbs, or one of the libraries based on verbs.
     fn header(&self, name: &str) -> io::Result<String> {
         fs::read_to_string(self.include.join(name)).or_else(|error| {
             ["exs", "buffers"]

@@ -68,7 +68,7 @@ pub(crate) fn epoll_pwait2() -> io::Result<()> {
     }
 }
 
-/// Creates a TUN interface in the network namespace of this thread. It exists as long as the file is open.
+/// Creates a TUN interface in the network namespace of this thread. The interface exists as long as the file is open.
 pub(crate) fn tun(name: &str) -> io::Result<std::fs::File> {
     let file = std::fs::File::options()
         .read(true)
@@ -144,7 +144,7 @@ pub(crate) fn tcp_user_timeout() -> io::Result<()> {
 /// An interface, or one address of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Interface {
-    /// Its address. Each interface also has an entry without one.
+    /// The address. Each interface also has an entry without an address.
     pub(crate) ip: Option<IpAddr>,
     pub(crate) up: bool,
     pub(crate) loopback: bool,
@@ -158,7 +158,7 @@ pub(crate) fn interfaces() -> io::Result<Vec<Interface>> {
     let mut found = Vec::new();
     let mut at = list;
     while !at.is_null() {
-        // SAFETY: not null, and an element of the list.
+        // SAFETY: `at` is not null, and points to an element of the list.
         let entry = unsafe { &*at };
         at = entry.ifa_next;
         let has = |flag: libc::c_int| entry.ifa_flags & flag.cast_unsigned() != 0;
@@ -178,7 +178,7 @@ fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
     if address.is_null() {
         return None;
     }
-    // SAFETY: not null, and each address begins with a family.
+    // SAFETY: `address` is not null, and each address begins with a family.
     match i32::from(unsafe { (*address).sa_family }) {
         libc::AF_INET => {
             // SAFETY: an address of this family is a sockaddr_in.

@@ -17,7 +17,7 @@ fn the_command_ends_quietly_when_the_reader_of_its_output_has_gone() {
     assert_eq!(run.status.code(), Some(141));
 }
 
-/// Runs `anywarp capture` with files in place of the libraries, which the loader ignores.
+/// Runs `anywarp capture` with empty files in place of the libraries. The loader ignores these files.
 fn capture(folder: &Path, file: &Path, program: &str) -> Output {
     std::fs::create_dir_all(folder).unwrap();
     for name in ["libibverbs.so.1", "librdmacm.so.1"] {

@@ -82,8 +82,8 @@ impl From<std::io::Error> for Lost {
     }
 }
 
-/// Returns whether programs can be pinned to this processor. Tries it with a thread, because neither the processors that are online nor
-/// those that this process uses now are the answer.
+/// Returns whether programs can be pinned to this processor. Tries it with a thread: a processor may be online but forbidden for this
+/// process, and this process may be allowed to use more processors than it is bound to now.
 fn has_processor(number: u16) -> bool {
     let number = usize::from(number);
     let pin = move || {
@@ -111,7 +111,7 @@ impl Stage {
                 let number: u16 = cpu
                     .parse()
                     .map_err(|_| format!("--cpus: {cpu} is not the number of a processor"))?;
-                // A prefix may lead to another machine.
+                // A prefix may start the program on another machine.
                 if end.is_empty() && !has_processor(number) {
                     return Err(format!(
                         "--cpus: there is no processor {cpu} here, or no program may run on it; `--cpus none` does not pin"
@@ -514,7 +514,7 @@ impl End {
         }
     }
 
-    /// Returns the output of a server, which is killed if it has not exited.
+    /// Waits for a server to exit, and returns its output. A server that does not exit is killed when this value is dropped.
     fn last_words(&mut self) -> String {
         drop(self.child.stdin.take());
         let end = Instant::now() + GRACE;

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use crate::sys::{self, Interface};
 
-/// Checks that this machine has the address. An interface that has it need not be up yet. Returns a reason otherwise.
+/// Checks that this machine has the address, on an interface that need not be up yet. Returns the reason if it does not.
 pub(crate) fn check(ip: IpAddr) -> Result<(), String> {
     match sys::interfaces() {
         Ok(all) => check_among(ip, &all),
@@ -24,7 +24,7 @@ fn check_among(ip: IpAddr, all: &[Interface]) -> Result<(), String> {
     }
 }
 
-/// Checks the value of ANYWARP_ADDR. Returns a reason if it is not the address of an interface.
+/// Checks the value of ANYWARP_ADDR. Returns the reason if it is not an address of this machine.
 pub(crate) fn check_variable(value: &str) -> Result<(), String> {
     match value.parse() {
         Ok(ip) => check(ip),

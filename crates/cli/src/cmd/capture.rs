@@ -18,7 +18,7 @@ use crate::library::Library;
 /// Does not return on success, because this process executes the program.
 pub(crate) fn run(args: &Capture) -> Result<ExitCode, Failure> {
     let mut command = run::command(&args.run)?;
-    // An absolute path, because the program may change its working directory.
+    // The path is absolute, because the program may change its working directory.
     let file = env::current_dir()
         .map_err(|e| Failure::Write(args.write.clone(), e))?
         .join(&args.write);

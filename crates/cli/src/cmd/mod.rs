@@ -1,4 +1,5 @@
-//! The subcommands, one per file.
+//! Runs the selected subcommand. This folder contains the smaller subcommands, one per module; `bench`, `perf`, `sockets` and `study`
+//! contain the others.
 
 pub(crate) mod address;
 mod capture;

@@ -102,7 +102,9 @@ fn explanations(command: &Command) -> Vec<String> {
         "LD_PRELOAD" => {
             "the program uses anywarp's libibverbs and librdmacm, even if it brings its own"
         }
-        "LD_LIBRARY_PATH" => "libraries that the program opens later by name are also anywarp's",
+        "LD_LIBRARY_PATH" => {
+            "RDMA libraries that the program opens later by name are also anywarp's"
+        }
         "FI_PROVIDER_PATH" => "libfabric finds anywarp's provider",
         MOONCAKE_WORKERS => "this machine has few processors, and each worker of Mooncake uses one",
         "ANYWARP_LOG" => "--log",
@@ -143,7 +145,7 @@ fn check_faults(spec: &OsStr) -> Result<OsString, Failure> {
     };
     let file = Path::new(OsStr::from_bytes(file));
     let unreadable = |e: io::Error| Failure::Faults(format!("{}: {e}", file.display()));
-    // The device reads the file again, in each process that opens it.
+    // Each process that opens the device reads the file again.
     if !file.metadata().map_err(unreadable)?.is_file() {
         return Err(Failure::Faults(format!(
             "{}: not a regular file, but the device has to read it again",

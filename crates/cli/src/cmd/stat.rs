@@ -114,7 +114,8 @@ impl From<String> for Lost {
     }
 }
 
-/// Connects to the socket of a process, which waits while the queue of a stopped process is full.
+/// Connects to the socket of a process. If the process is stopped and its queue of connections is full, this waits for at most
+/// [`TIME_LIMIT`].
 fn connect(pid: u32) -> rustix::io::Result<OwnedFd> {
     let name = format!("anywarp-stat-{pid}");
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
@@ -261,7 +262,8 @@ fn parse(text: &str) -> Result<(String, Vec<Line>), String> {
     Ok((head.trim().to_owned(), pairs))
 }
 
-/// Returns the increase of all counters. A queue pair that was reconnected starts at zero.
+/// Returns the increase of all counters. A counter that is lower than before was reset, since its queue pair was reconnected, and has
+/// increased from zero.
 fn since(before: &[Line], now: &[Line]) -> Vec<Line> {
     let old: BTreeMap<&str, &Line> = before.iter().map(|l| (l.number.as_str(), l)).collect();
     now.iter()

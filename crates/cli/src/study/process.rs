@@ -143,8 +143,8 @@ pub(crate) fn verbs_program(
 }
 
 impl Ended {
-    /// Starts a program. It also ends if a signal kills this process, which then drops nothing: `anywarp study run` may have started
-    /// this process in a namespace, and terminates it after an interrupt.
+    /// Starts a program. The program also ends if a signal kills this process, which then drops nothing: `anywarp study run` may have
+    /// started this process in a namespace, and ends it by a signal after an interrupt.
     ///
     /// The thread that calls this must not end before the program does.
     pub(crate) fn start(command: &mut Command) -> Result<Self, String> {
@@ -223,7 +223,7 @@ impl Ended {
 
     /// Returns the output of a program that has exited successfully, or the last line of its error messages.
     pub(crate) fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
-        // Read while the program runs: it would not end if its output filled a pipe.
+        // The pipes are read while the program runs, because it would not end if its output filled a pipe.
         let output = self.0.stdout.take().map(Text::of);
         let errors = self.0.stderr.take().map(Text::of);
         let end = Instant::now() + LONGEST;
@@ -294,7 +294,8 @@ impl Text {
         Self { bytes, ended }
     }
 
-    /// Returns the text of a program that has exited. If another process holds the pipe open, what was read within [`REST`].
+    /// Returns the text of a program that has exited. If another process holds the pipe open, this is the text that was read within
+    /// [`REST`].
     fn wait(self, interrupted: &Interrupted) -> Result<String, String> {
         let end = Instant::now() + REST;
         loop {

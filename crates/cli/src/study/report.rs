@@ -1,6 +1,7 @@
 //! Writes the results: a self-contained HTML page, a CSV file for each figure, and study.json.
 //!
-//! A *point* of a figure is a combination of the values of its axes. A *control* repeats a finding with one setting changed.
+//! A *point* of a figure is a combination of the values of its axes. A *blank* point or figure is one that cannot be measured, for a
+//! stated reason. A *control* repeats a finding with one setting changed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -247,7 +248,8 @@ fn escape(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// Returns why the measurement of a point that has samples has failed, if it was given up or the point has fewer samples than wanted.
+/// Returns why the last failed measurement of a point that has samples failed, if the point was given up or has fewer samples than
+/// wanted.
 fn failure(known: &Known, extent: Extent) -> Option<&String> {
     let why = known.failures.last()?;
     let too_few = known.samples.len() < extent.samples();
@@ -1106,7 +1108,7 @@ mod tests {
         assert!(summary.contains("0 of 1 met, 1 incomplete"), "{summary}");
         add(&mut store, point, Err(Miss::Blank("not here".to_owned())));
         assert_eq!(judged(&store).verdict, Verdict::Met);
-        // The next command knows it too.
+        // A later command reads from the store that the point is blank.
         let conditions = Store::last(store.folder()).unwrap();
         let read = Store::read(store.folder(), conditions).unwrap();
         assert_eq!(judged(&read).verdict, Verdict::Met);

@@ -40,7 +40,7 @@ pub(super) fn machine() -> Vec<Line> {
     lines
 }
 
-/// Returns whether data can be sent to this machine's own addresses: not if the loopback interface is down, as in a new network
+/// Returns whether data can be sent to this machine's own addresses. This needs the loopback interface, which is down in a new network
 /// namespace.
 pub(super) fn has_loopback() -> bool {
     sys::interfaces().map_or(true, |all| loopback(&all).is_none())
@@ -202,7 +202,7 @@ fn device_profile(name: &str) -> Option<Line> {
     } else {
         Line::fail(
             "device profile",
-            format!("ANYWARP_DEVICE_PROFILE={name}: no such profile, and no device opens"),
+            format!("ANYWARP_DEVICE_PROFILE={name}: there is no such profile, so no device opens"),
             format!("set it to one of {}, or unset it", known.join(", ")),
         )
     })

@@ -220,7 +220,7 @@ fn verbs_lines(files: &[(PathBuf, Facts)], is_interpreter: bool) -> Vec<Line> {
         lines.push(Line::warn(
             "verbs",
             "names no RDMA library itself",
-            "if one of its libraries or plug-ins does, the device is found; to check that file, name it instead of the program",
+            "if one of its libraries or plug-ins names one, the device is found; to check that file, name it instead of the program",
         ));
     }
     lines
