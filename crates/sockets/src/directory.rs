@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 /// The descriptors that hold the names of this process, by the descriptor of the listener.
 static HELD: Mutex<Option<Names>> = Mutex::new(None);
-/// A thread of the parent has locked [`HELD`], and does not exist in this process.
+/// This process was forked while another thread of the parent held the lock [`HELD`], so the lock is never released here.
 static IS_LOST: AtomicBool = AtomicBool::new(false);
 
 type Names = HashMap<c_int, c_int>;
@@ -155,8 +155,8 @@ impl Held {
     }
 }
 
-/// Called before a fork. Waits until no other thread holds the locks, because the child could not close its inherited
-/// names if they were held.
+/// Called before a fork. Waits until no other thread holds the locks, for [`HELD`] at most [`limits::FORK_WAIT`], because the child
+/// could not close its inherited names if they were held.
 pub fn stop() -> Stop {
     let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
     let mut held = HELD.try_lock();

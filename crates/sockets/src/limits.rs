@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// Bytes received from the carrier by a call that waits for events. The rest is read directly into the program's buffer later.
+/// Bytes received from the carrier (the TCP connection of a stream) by a call that waits for events. The rest is read directly into the
+/// program's buffer later.
 pub const WAIT_READ: usize = 16 * 1024;
 /// The same if long messages are expected: enough bytes to detect a long message.
 pub const WAIT_LONG: usize = 512;
@@ -17,8 +18,8 @@ pub const SCRATCH_KEPT: usize = 4;
 pub const SLAB: usize = 32 * 1024;
 /// The most shared receive buffers that are kept while no stream uses them: two megabytes.
 pub const SLABS_KEPT: usize = 64;
-/// The largest receive buffer in bytes of a stream with long messages, of which a part waits for the rest and its CRC, that is kept for other
-/// streams. Otherwise malloc would return the memory to the kernel after each message, and pages would be cleared for the next one.
+/// The largest receive buffer in bytes that is kept for other streams although it is longer than [`SLAB`]. It holds a long message whose rest
+/// and CRC have not arrived. Otherwise malloc would return the memory to the kernel after each message, and pages would be cleared for the next.
 pub const LONG_SLAB: usize = 256 * 1024;
 /// The most such buffers that are kept: two megabytes.
 pub const LONG_SLABS_KEPT: usize = 8;
@@ -76,7 +77,7 @@ pub const SPIN_FAILURES: u8 = 4;
 /// A longer time between two polls means that another thread has used the processor. The host of a virtual machine also stops the processor,
 /// but mostly for shorter times.
 pub const SPIN_GAP: Duration = Duration::from_micros(200);
-/// Milliseconds that a blocking write waits for the peer's Reply before the call returns and the worker sends the data. A peer in
+/// Milliseconds that a blocking write waits for the peer's Reply before the call returns and the library's worker thread sends the data. A peer in
 /// `accept` answers sooner.
 pub const REPLY_WAIT: i32 = 10;
 /// Corked payload up to this many bytes waits for more payload of the same message.
@@ -118,7 +119,7 @@ pub const DEAF_TICK: i32 = 1;
 
 /// Bytes that are peeked at to find a Request: the length of the longest start-up frame.
 pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
-/// Bytes of the memory that forked processes share for the owner of each stream, one word each.
+/// Size in bytes of the memory in which forked processes record the owner of each stream: one word for a stream.
 pub const OWNERS: usize = 256 * 1024;
 /// The number of descriptors that are checked at start for inherited sockets if `/proc` does not list the open ones.
 pub const INHERITED: i32 = 32;

@@ -6,11 +6,11 @@ use anywarp_core::lock::Mutex;
 use std::io::IoSliceMut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The memory of all queues in bytes.
+/// The capacity of the buffers of all queues in bytes.
 static USED: AtomicUsize = AtomicUsize::new(0);
 /// Buffers of at most [`limits::SLAB`] bytes that no queue uses.
 static FREE: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
-/// Longer ones, of at most [`limits::LONG_SLAB`] bytes.
+/// Longer buffers, of at most [`limits::LONG_SLAB`] bytes, that no queue uses.
 static LONG: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
 /// Returns a buffer that no queue uses, for `n` bytes. It may have to grow.
@@ -35,7 +35,7 @@ fn keep(mut buffer: Vec<u8>) {
     }
 }
 
-/// Returns the memory of all queues in bytes.
+/// Returns the capacity of the buffers of all queues in bytes.
 pub fn used() -> usize {
     USED.load(Ordering::Relaxed)
 }
@@ -63,7 +63,7 @@ impl Drop for Queue {
 }
 
 impl Queue {
-    /// Returns an empty queue. `shares`: it has memory only while it has bytes.
+    /// Returns an empty queue. `shares`: the queue has a buffer only while it has bytes.
     pub fn new(shares: bool) -> Self {
         Self {
             bytes: Vec::new(),
@@ -171,7 +171,7 @@ impl Queue {
         self.bytes.len() - self.from + self.in_memory()
     }
 
-    /// Returns the memory of the queue in bytes.
+    /// Returns the capacity of the queue's buffer in bytes.
     pub fn room(&self) -> usize {
         self.bytes.capacity()
     }

@@ -59,7 +59,7 @@ fn open_descriptors() -> Vec<c_int> {
         all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
             .collect()
     });
-    // In order, because an adopted connection is compared with those at lower numbers.
+    // The numbers are sorted, because an adopted connection is compared with those at lower numbers.
     let mut all: Vec<c_int> = listed.unwrap_or_else(|_| (0..limits::INHERITED).collect());
     all.sort_unstable();
     all

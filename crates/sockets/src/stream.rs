@@ -173,7 +173,7 @@ pub struct Stream {
     eof: bool,
     /// The carrier has ended: the peer has closed the connection.
     closed: bool,
-    /// The peer has reset the connection. The kernel has reported that for a Limit and does not report it again.
+    /// The peer has reset the connection. The kernel reported this when a Limit message was sent, and does not report it again.
     was_reset: bool,
     /// An errno that was not returned to the program yet, or 0.
     error: c_int,
@@ -204,7 +204,7 @@ pub struct Stream {
     /// The program has closed the stream while another thread receives from the carrier without the lock of the stream. That thread may
     /// take bytes at any time, so what arrives here is discarded.
     blind: bool,
-    /// The carrier is shut down for receiving: it has bytes or none, but never waits for them. See [`Self::deafen`].
+    /// The carrier is shut down for receiving: a receive returns bytes or none, and never waits for them. See [`Self::deafen`].
     deaf: bool,
     urgent: Option<u8>,
     memory_out: MemoryOut,
@@ -1247,8 +1247,8 @@ impl Stream {
 
     /// Sends what was written before the peer's Reply, which has not arrived, because this end does not wait for it any longer: the
     /// program has closed the stream or ends, and the peer has not used the connection yet. The messages are behind the Request in the
-    /// peer's kernel. If there are too many bytes for that, the connection is reset, so that the peer does not take its end for that of
-    /// the data.
+    /// peer's kernel. If there are too many bytes for that, the connection is reset, so that the peer does not take the end
+    /// of the connection for the end of the data.
     pub fn send_early(&mut self, fd: c_int) {
         if self.begin_early(fd) {
             self.flush(fd);

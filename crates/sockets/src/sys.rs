@@ -703,7 +703,7 @@ pub fn cancellation_point() {
     unsafe { real::pthread_testcancel() };
 }
 
-/// While it exists, this thread is not cancelled.
+/// While this value exists, its thread is not cancelled.
 #[derive(Debug)]
 pub struct NotCancelled(c_int);
 

@@ -8,8 +8,9 @@
 //! Each Send is one DDP segment in one FPDU, with a payload of at most [`LONGEST`] bytes. The *limit* is the total number of payload
 //! bytes, modulo 2^32, up to which the receiver of the limit may send.
 //!
-//! Flag 1 of a Reply refuses the upgrade: plain TCP follows in both directions. The connecting end sends nothing after the Request
-//! before it has the Reply. Flag 2 of a Request or Reply: its sender accepts offers of shared memory ([`crate::memory`]).
+//! Flag 1 of a Reply refuses the upgrade: plain TCP follows in both directions. Between the Request and the Reply, the connecting end
+//! sends only early messages ([`Tx::early`]), if its program closes the stream or ends before the Reply arrives. Flag 2 of a Request or
+//! Reply means that its sender accepts offers of shared memory ([`crate::memory`]).
 
 use crate::limits;
 use crate::memory::{Mark, Offer};
@@ -106,9 +107,9 @@ pub enum Kind {
     Reset = 3,
     /// One urgent byte.
     Urgent = 4,
-    /// An offer of memory for the payload that its sender sends.
+    /// An offer of shared memory, into which the sender of the offer will put payload.
     Offer = 5,
-    /// The sender has put payload into the memory.
+    /// The sender has put payload into the shared memory.
     Memory = 6,
     /// The last message of its sender, which sends plain TCP from then on. The receiver sends its pending data and then answers
     /// with a Plain message of its own.
@@ -296,7 +297,7 @@ impl Tx {
         self.sent = self.sent.wrapping_add(n as u32);
     }
 
-    /// Records that the FPDU was given to the carrier or queued for it.
+    /// Records that the FPDU was written to the TCP connection or queued for it.
     pub fn went(&mut self, frame: &Frame) {
         self.msn = self.msn.next();
         self.has_sent |= frame.credit > 0;
@@ -364,7 +365,7 @@ pub enum Broken {
     AfterEnd,
     /// Too many messages in succession that change nothing.
     Flood,
-    /// The memory has more bytes than it holds, or a Memory message arrives although no memory was accepted.
+    /// The peer announces more bytes than the memory can hold, or sends a Memory message although no memory was accepted.
     Memory,
 }
 
@@ -424,7 +425,7 @@ pub struct Rx {
     /// The number of payload bytes that the peer may send in total, modulo 2^32.
     granted: u32,
     ended: bool,
-    /// The numbers of payload bytes received and sent, modulo 2^32, at the last message after which one of them had changed.
+    /// The numbers of payload bytes received and sent, modulo 2^32, when a message last arrived after one of them had changed.
     moved: (u32, u32),
     /// The number of messages since then.
     idle: u32,
@@ -443,7 +444,7 @@ pub trait Sink {
     /// Called when the peer has filled the memory up to `mark`. Returns the number of bytes that were not known.
     ///
     /// # Errors
-    /// That is impossible, or there are more than `open` bytes.
+    /// The mark is impossible, or more than `open` bytes were not known.
     fn memory(&mut self, mark: Mark, open: u32) -> Result<u32, Broken>;
 }
 

@@ -94,8 +94,8 @@ pub fn watch(fd: c_int, sock: &'static Sock, pending: Pending) {
     watch_with(&mut lock(), fd, sock, pending);
 }
 
-/// Like [`watch`], for a thread that has locked something that a fork must not find locked for long. If another thread holds the lock of the
-/// worker for some time, the stream's next call makes the worker send the bytes.
+/// Like [`watch`], for a thread with another lock that a fork waits for, so it waits for the worker's lock only a short time. If it does not get
+/// that lock, the stream's next call makes the worker send the bytes.
 pub fn try_watch(fd: c_int, sock: &'static Sock, pending: Pending) {
     for _ in 0..limits::WORKER_TRIES {
         if pending == Pending::Nothing {

@@ -109,7 +109,7 @@ fn discard(fd: c_int, sock: &'static Sock, len: usize, flags: c_int) -> isize {
     receive(fd, sock, parts, flags & !libc::MSG_TRUNC)
 }
 
-/// Returns the errno of a wait that a signal has interrupted: 0 if the program's call continues. Calls with a time limit do not
+/// Returns the errno of a wait that a signal has interrupted: 0 if the program's call continues. Calls with a time limit fail
 /// (signal(7)).
 fn interrupted(left: c_int) -> c_int {
     if left < 0 && sys::signals_restart() {
@@ -135,8 +135,8 @@ impl Drop for Sleeper {
     }
 }
 
-/// Sleeps until the carrier has bytes, or another thread has left some. The caller must be counted as a sleeper. Returns false if the call
-/// must fail with errno.
+/// Sleeps until the carrier (the stream's TCP connection) has bytes, or another thread has left some. The caller must be counted as a
+/// sleeper. Returns false if the call must fail with errno.
 fn sleep(fd: c_int, sock: &'static Sock, limit: &mut TimeLimit) -> bool {
     // The guard removes the thread from the count even if the thread is cancelled while it sleeps.
     let mut sleeper = Sleeper {
@@ -268,7 +268,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
             }
         }
     };
-    // A blocking write gives the peer time to answer the Request.
+    // A blocking write gives the peer time to answer the Request, which offers the upgrade.
     if is_starting && may_wait && !sys::is_nonblocking(fd) {
         let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
         if let Ok(events) = ready {
@@ -281,7 +281,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
 /// Waits until more can be written. Returns an errno, or 0.
 fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait, limit: &mut TimeLimit) -> c_int {
     let left = limit.left(fd, libc::SO_SNDTIMEO);
-    // Other threads may use the object of a closed connection for another one only when this thread is awake.
+    // While this thread sleeps, other threads do not reuse the object of a closed connection for another connection.
     let writer = sock.sleeping_writer();
     let result = match wait {
         Wait::Other(turn) => match sock.follow(turn, kick, left) {
@@ -316,7 +316,8 @@ fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait, limit: &mut TimeLim
     }
 }
 
-/// Waits until the carrier has bytes, which may be credit, or another thread writes `kick`. `left`: the milliseconds of the wait, or -1.
+/// Waits until the carrier has bytes, which may be credit, or another thread writes to the eventfd `kick`. `left`: the milliseconds of
+/// the wait, or -1.
 fn wait_for_credit(
     fd: c_int,
     sock: &'static Sock,
@@ -324,7 +325,7 @@ fn wait_for_credit(
     left: c_int,
 ) -> Result<Kicked, c_int> {
     if sock.stream().as_ref().is_some_and(|s| s.is_deaf()) {
-        // A carrier that is shut down for receiving always has the event, so this looks at it now and then.
+        // `poll` always reports a carrier that is shut down for receiving, so the caller looks at the carrier at intervals instead.
         let kicked = sys::poll_kicked(-1, 0, kick, limits::DEAF_TICK)?;
         return Ok(match kicked {
             Kicked::TimeOut if left == 0 => Kicked::TimeOut,

@@ -480,7 +480,7 @@ fn copied(fd: c_int, to: c_int) -> c_int {
             Entry::Sock(sock) if sock.mode() != State::Plain => {
                 sock.add_number();
                 set_entry(to, Entry::Sock(sock));
-                // The streams of the C library, and a program that is executed, read and write the bytes of the wire.
+                // The C library's streams do not call this library, nor may the next program: they would see messages of the protocol.
                 if to <= libc::STDERR_FILENO && sock.mode() == State::Accepted {
                     sock.refuse(to, Why::Handed);
                 }
@@ -513,7 +513,7 @@ pub extern "C-unwind" fn dup(fd: c_int) -> c_int {
     copied(fd, unsafe { real::dup(fd) })
 }
 
-/// Returns whether one of the two has a table entry that this process may change.
+/// Returns whether one of the two descriptors has a table entry that this process may change.
 fn is_known(fd: c_int, to: c_int) -> bool {
     let is_known = |fd| !matches!(table::get(fd), Entry::Other);
     (is_known(fd) || is_known(to)) && !owner::is_visitor()
@@ -704,7 +704,7 @@ unsafe fn rewrite(value: *mut c_void, len: socklen_t, new: c_int) {
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), n) };
 }
 
-/// Returns the index of an option that delays data. Such options are not set on the TCP connection of an upgraded socket.
+/// Returns the index in `Stream::delays` of an option that delays data. Such options are not set on the TCP connection of an upgraded socket.
 fn delay(level: c_int, name: c_int) -> Option<usize> {
     match (level, name) {
         (libc::IPPROTO_TCP, libc::TCP_NODELAY) => Some(0),
@@ -753,7 +753,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
                 show::plain(fd, Why::Option);
             }
             Entry::Sock(sock) if !sock.stay_plain(fd) => return fail(libc::ENOPROTOOPT),
-            // Accepted connections would inherit it.
+            // Accepted connections would inherit the option.
             Entry::Listener(_) if name == libc::SO_RCVLOWAT => return fail(libc::ENOPROTOOPT),
             _ => {}
         }

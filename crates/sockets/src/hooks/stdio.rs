@@ -1,5 +1,5 @@
 //! The hooks of the C library's streams: `fdopen`, `dprintf` and their variants. The C library's own functions make system calls
-//! directly, and would so read and write the bytes of the wire.
+//! directly, which on an upgraded connection would read and write messages of the protocol in place of the program's data.
 
 use super::cookie;
 use super::life::pin;
@@ -22,8 +22,8 @@ unsafe extern "C-unwind" {
     ) -> c_int;
 }
 
-/// See `fdopen(3)`. An accepted connection whose first bytes have arrived becomes plain. The stream of an upgraded connection, and of one
-/// that may be upgraded later, calls this library.
+/// See `fdopen(3)`. An accepted connection whose first bytes have arrived becomes plain. The `FILE` of a connection that is upgraded, or
+/// may be upgraded later, calls this library.
 ///
 /// # Safety
 /// The requirements of `fdopen` apply.

@@ -39,7 +39,7 @@ impl Until {
         Self(Instant::now().checked_add(d))
     }
 
-    /// Returns whether the kernel accepts a time. Calls with other times are passed to it, and it returns EINVAL.
+    /// Returns whether the kernel accepts a time. Calls with other times are passed to the kernel, which returns EINVAL.
     ///
     /// # Safety
     /// `t` is null or valid.
@@ -168,8 +168,8 @@ pub(super) fn kick() -> Option<c_int> {
     Some(fd)
 }
 
-/// Polls the list and the eventfd of this thread. Another thread that receives from the carrier of a stream in the list writes to the
-/// eventfd.
+/// Polls the list and the eventfd of this thread. Another thread that receives from the carrier (the TCP connection) of a stream in the
+/// list writes to the eventfd.
 fn poll_watched(
     fds: &mut [pollfd],
     kick: c_int,
