@@ -154,7 +154,7 @@ static uint8_t *mapped(size_t len)
 	return mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
 
-/* Sends between two ends with buffers of their managers, and checks that the buffer of the sender is of the kind `how`. */
+/* Sends between two ends with buffers of their managers (struct awbuf), and checks that the buffer of the sender is of the kind `how`. */
 static const char *transfer(struct pair *p, struct awbuf *from, struct awbuf *to, const uint8_t *src, uint8_t *dst, size_t len,
 			    enum awbuf_how how)
 {
@@ -388,7 +388,7 @@ static const char *changed(size_t how)
 	return why;
 }
 
-/* The registration of memory is not kept if not all of its changes are reported. */
+/* Not all changes of shared memory are reported, so its registration is not kept. */
 static const char *not_kept(size_t arg)
 {
 	struct awbuf *buffers;
@@ -439,7 +439,7 @@ static const char *in_use(size_t arg)
 	return NULL;
 }
 
-/* The kept registrations stay within their limits: the oldest end first. */
+/* The kept registrations stay within their limits: the oldest one is ended first. */
 static const char *limits(size_t arg)
 {
 	struct awbuf_stats stats;
@@ -852,7 +852,7 @@ static const char *waits(size_t by)
 	TRY(until_kept(buffers, at, MIB, &lkey));
 	slow_next();
 	munmap(at, MIB);
-	ENSURE(is_begun(), "the thread of the library ends nothing");
+	ENSURE(is_begun(), "the thread of the library ends no registration");
 	ENSURE(number_of(lkey), "the registration has ended already: the test proves nothing");
 	if (by == BY_INVALIDATE) {
 		ENSURE(awbuf_invalidate(buffers, at, MIB) == 0, "the registration is not in the list any more");
@@ -887,7 +887,7 @@ static const char *busy(size_t arg)
 	ENSURE(!awbuf_get_send(buffers, at, MIB, 0, &out) && out.how == AWBUF_REGISTERED, "get_send: %s", strerror(errno));
 	slow_next();
 	ENSURE(!pthread_create(&thread, NULL, release_it, &out), "pthread_create");
-	ENSURE(is_begun(), "the release ends nothing");
+	ENSURE(is_begun(), "the release ends no registration");
 	ENSURE(stats_of(buffers).in_use == 1 || !number_of(out.lkey), "the buffer is not in use any more, but still registered");
 	while ((rc = awbuf_close(buffers)) && errno == EBUSY)
 		sleep_ms(1);
@@ -920,14 +920,15 @@ static const char *full(size_t arg)
 		ENSURE(!awbuf_get_send(first, at + i * page, page, AWBUF_STABLE, &out), "get_send %zu: %s", i, strerror(errno));
 		ENSURE(out.how == AWBUF_KEPT && !awbuf_release(&out, 0), "buffer %zu is not kept", i);
 	}
-	ENSURE(stats_of(first).cached == n, "%" PRIu64 " are kept", stats_of(first).cached);
+	ENSURE(stats_of(first).cached == n, "%" PRIu64 " registrations are kept", stats_of(first).cached);
 	for (int i = 0; i < 3; i++) {
 		ENSURE(!awbuf_get_send(second, at + n * page, page, AWBUF_STABLE, &out), "get_send: %s", strerror(errno));
 		found += out.how == AWBUF_KEPT;
 		ENSURE(!awbuf_release(&out, 0), "release");
 	}
-	ENSURE(found == 3, "another manager keeps nothing: %d of 3 uses", found);
-	ENSURE(stats_of(first).evicted == 1 && stats_of(first).cached == n - 1, "%" PRIu64 " were ended for it", stats_of(first).evicted);
+	ENSURE(found == 3, "another manager keeps the registration in %d of 3 uses", found);
+	ENSURE(stats_of(first).evicted == 1 && stats_of(first).cached == n - 1, "%" PRIu64 " registrations were ended for it",
+	       stats_of(first).evicted);
 	munmap(at, (n + 1) * page);
 	return NULL;
 }
@@ -993,8 +994,8 @@ static const char *remap_around(size_t arg)
 enum { NEIGHBOURS, PART_UNMAPPED, CLOSED };
 
 /*
- * No page stays watched after its last registration has ended: of buffers that share a page, of memory that was unmapped in part, and
- * after awbuf_close. mremap fails if a part of the memory is watched.
+ * No page stays watched after its last registration has ended. The test checks this for buffers that share a page, for memory that was
+ * unmapped in part, and after awbuf_close. mremap fails if a part of the memory is watched.
  */
 static const char *pages_are_released(size_t arg)
 {

@@ -304,7 +304,7 @@ static const char *stream(size_t immediate)
 
 /*
  * A stream sends through the buffer if its receiver is behind (the send comes before the receive), and places data
- * directly if its receiver is ahead. The copy counters show which. Data in the buffer is delivered before data that is
+ * directly if its receiver is ahead. The counters show which of the two has happened. Data in the buffer is delivered before data that is
  * placed directly later.
  */
 static const char *stream_behind(size_t immediate)
@@ -370,7 +370,7 @@ static const char *stream_behind(size_t immediate)
 	return finish();
 }
 
-/* A stream of parts of all lengths, with receives of other lengths. The buffer is nearly always in use. */
+/* A stream carries sends of many lengths, and the receives have other lengths. The buffer is nearly always in use. */
 static const char *stream_of_parts(size_t immediate)
 {
 	size_t sent = 0, received = 0, total = 3 * MIB;
@@ -512,7 +512,7 @@ static const char *persistent_recv(size_t arg)
 	return finish();
 }
 
-/* Several pieces of memory on both sides, with different boundaries; then a file. */
+/* A message consists of several pieces of memory, with different boundaries on each side. Then a part of a file is sent. */
 static const char *vectors(size_t arg)
 {
 	exs_iovec_t out[3], in[2];
@@ -553,7 +553,7 @@ static const char *vectors(size_t arg)
 
 #define REFUSED(call, error) ENSURE((call) < 0 && errno == (error), #call ": %s", strerror(errno))
 
-/* Parts without bytes before the only part with some change nothing: a short receive and a short send, of registered and other memory. */
+/* Empty parts, of registered or unregistered memory, change nothing if only the last part of a short send or receive has bytes. */
 static const char *empty_parts(size_t arg)
 {
 	exs_iovec_t out[2], in[2];
@@ -583,7 +583,8 @@ static const char *empty_parts(size_t arg)
 	return finish();
 }
 
-/* An end that has nothing left to send ends the data of the other end, also if a persistent receive is posted or a receive is in progress. */
+/* A socket is closed with nothing left to send. The peer's receive reports the end of the data, although the socket has a receive that is
+ * persistent or in progress. */
 static const char *closes_with_a_receive(size_t persistent)
 {
 	struct timeval wait = { 10, 0 };
@@ -731,7 +732,7 @@ static const char *connect_timeout(size_t arg)
 
 	(void)arg;
 	TRY(begin());
-	/* Completes TCP connections but never answers. */
+	/* This TCP listener completes connections but never answers. */
 	ENSURE(silent_fd >= 0 && !bind(silent_fd, (struct sockaddr *)&silent, len) && !listen(silent_fd, 4) &&
 		       !getsockname(silent_fd, (struct sockaddr *)&silent, &len), "socket: %s", strerror(errno));
 	keep(close_socket, (void *)(intptr_t)silent_fd, "TCP listener");
@@ -835,7 +836,7 @@ static const char *read_after_the_end(size_t arg)
 	return finish();
 }
 
-/* After the end of a stream, whose end was reported to a persistent receive too, receives return 0 bytes. */
+/* Receives after the end of a stream return 0 bytes, also if the end has already been reported to a persistent receive. */
 static const char *read_after_a_persistent_receive(size_t arg)
 {
 	exs_event_t e;
@@ -852,7 +853,7 @@ static const char *read_after_a_persistent_receive(size_t arg)
 	return finish();
 }
 
-/* One poll of a listener, a readable socket and a writable socket. */
+/* One call polls a listener, a readable socket and a writable socket. */
 static const char *polls(size_t arg)
 {
 	exs_pollfd_t fds[3];
@@ -913,7 +914,7 @@ static const char *polls(size_t arg)
 	return finish();
 }
 
-/* Polls that start before the socket is ready: during a connect, and while a send waits, which is cancelled. */
+/* Polls start before the socket is ready: during a connect, and while a send waits that is cancelled later. */
 static const char *polls_before_ready(size_t arg)
 {
 	exs_pollfd_t polled = { .events = EXS_POLLOUT };
@@ -944,7 +945,7 @@ static const char *polls_before_ready(size_t arg)
 	return NULL;
 }
 
-/* A file in several parts with memory between them. The parts are short (read) or long (mapped). */
+/* Several parts of a file are sent with memory between them. The library reads the short part and maps the long one. */
 static const char *file_in_parts(size_t arg)
 {
 	char name[] = "/tmp/exs-test-XXXXXX";
@@ -1163,7 +1164,8 @@ static const char *refused_connections(size_t arg)
 	return NULL;
 }
 
-/* Connections are established without an accept, which gets what the peer has sent until then. They end with the listener. */
+/* Connections are established before the program accepts them. An accepted one has what the peer has sent until then; the others end with
+ * the listener. */
 static const char *accepted_later(size_t arg)
 {
 	struct sockaddr_in addr;
@@ -1206,7 +1208,7 @@ static const char *accepted_later(size_t arg)
 	return NULL;
 }
 
-/* Sockets of AF_INET6 with IPv4-mapped addresses. The addresses that the library returns have the family of the socket. */
+/* Sockets of AF_INET6 use IPv4-mapped addresses. The addresses that the library returns have the family of the socket. */
 static const char *mapped_addresses(size_t arg)
 {
 	struct sockaddr_in6 addr = { .sin6_family = AF_INET6 }, peer = { 0 };
@@ -1285,7 +1287,7 @@ static bool is_instrumented(void)
 #endif
 }
 
-/* Peers that give up while their connection is established. The accepts wait for other peers, and no resources leak. */
+/* Peers give up while their connection is established. The accepts wait for other peers, and no resources leak. */
 static const char *given_up(size_t arg)
 {
 	struct timeval soon = { 0, 20000 };
@@ -1686,7 +1688,7 @@ static const char *fork_is_refused(size_t arg)
 	return finish();
 }
 
-/* After calls of exs_init that failed because descriptors were missing, the next one succeeds when there are enough. It is the first test, because
+/* After calls of exs_init that failed because descriptors were missing, the next one succeeds when there are enough. This is the first test, because
  * only the first successful call of a process needs descriptors. */
 static const char *begun_with_few(size_t arg)
 {

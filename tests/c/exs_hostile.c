@@ -224,7 +224,7 @@ static const char *connected(void)
 	return NULL;
 }
 
-/* Starts two receives if `receive`, then two sends, one of them persistent, and otherwise two more, one of them persistent. */
+/* Starts two sends, the second persistent. If `receive`, two receives start before them; otherwise two such sends follow them. */
 static const char *begin(bool receive)
 {
 	int failed = 0;
@@ -455,7 +455,7 @@ struct ready {
 	uint64_t at;
 };
 
-/* Waits for the messages that advertise the receives of begin(), and for nothing else. */
+/* Waits until the socket has advertised `count` receives. Other messages are skipped. */
 static const char *advertised(struct ready *ready, unsigned int count)
 {
 	for (unsigned int seen = 0, i = 1; seen < count; i++) {
@@ -579,7 +579,7 @@ static const char *advertised_receives(size_t arg)
 		struct timeval wait = { 0, 20000 };
 		exs_event_t e;
 
-		/* The calls that were outstanding when the socket was closed. */
+		/* These are the events of calls that were outstanding when the socket was closed. */
 		while (exs_qdequeue(queue, &e, 1, &wait) > 0)
 			ENSURE(e.exs_evt_errno, "misuse %zu: call %ld succeeds at the end", i, (long)e.exs_evt_ahandle);
 		ENSURE(!reason, "misuse %zu: %s", i, reason);
@@ -715,7 +715,7 @@ static int close_listener(void *what)
 	return rdma_destroy_id(what);
 }
 
-/* A listener that accepts or rejects with invalid private data. */
+/* A listener accepts or rejects with invalid private data. */
 static const char *answers(size_t arg)
 {
 	static const struct {

@@ -322,7 +322,7 @@ static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *co
 	}
 	ENSURE(child > 0, "fork: %s", strerror(errno));
 	close(pipes[1]);
-	/* The port if the peer listens. */
+	/* If the peer listens, the line contains its port. */
 	ENSURE(read(pipes[0], line, sizeof line - 1) > 0, "the peer does not start");
 	uint64_t began = now_ns(), until = began + 30000000000ull;
 	if (listens) {
@@ -442,7 +442,7 @@ static const char *with_stopped_peer(exs_qhandle_t q, int *open, int count)
 	}
 	ENSURE(read(pipes[0], line, sizeof line - 1) > 0, "the peer does not accept");
 	close(pipes[0]);
-	/* Until the connections use shared memory, in which messages wait for the peer. A TCP socket would take some. */
+	/* The wait lasts until the connections use shared memory, in which messages wait for the peer. A TCP socket would accept some of them. */
 	sleep_ms(300);
 	ENSURE(!kill(stopped, SIGSTOP), "kill: %s", strerror(errno));
 	return NULL;

@@ -214,7 +214,7 @@ static const char *take_all(int fd, size_t total)
 
 /* ---------------------------------------------------------------- which transport */
 
-/* On an upgraded connection the kernel counts more bytes than the program wrote; on a plain one, as many. */
+/* On an upgraded connection the kernel counts more bytes than the program wrote; on a plain one, the same number. */
 static const char *has_expected_transport(int fd)
 {
 	bool expected = getenv("SOCKETS_UPGRADED");
@@ -322,7 +322,7 @@ static const char *removed(size_t arg)
 	TRY(reports(set, EPOLLIN, 3));
 	TRY(takes(p.b, "ab"));
 	TRY(is_quiet(set));
-	/* Removed and added again at once, with other data. */
+	/* The descriptor is removed and added again at once, with other data. */
 	for (uint64_t i = 0; i < 100; i++) {
 		TRY(drop(set, p.b));
 		TRY(add(set, p.b, i % 2 ? EPOLLIN : EPOLLOUT, i));
@@ -450,7 +450,7 @@ static const char *two_sets(size_t arg)
 	return reports(two, EPOLLIN, 2);
 }
 
-/* Two streams with the same data in the set. */
+/* Two streams are in the set with the same event data. */
 static const char *same_data(size_t arg)
 {
 	struct pair p, q;
@@ -564,7 +564,7 @@ static const char *closed_by_both(size_t writes)
 	return is_quiet(set);
 }
 
-/* A set inside a set, and a set in poll and select. */
+/* A set is a member of another set, and poll and select wait for the events of a set. */
 static const char *nested(size_t arg)
 {
 	struct timeval none = { 0, 0 };
@@ -717,7 +717,7 @@ static const char *reads(size_t arg)
 	ENSURE(readv(p.b, parts, 2) == 6 && !memcmp(b, "ab", 2) && !memcmp(c, "cdef", 4), "readv reads other bytes than were sent");
 	ENSURE(recv(p.b, b, 1, MSG_DONTWAIT) == -1 && errno == EAGAIN, "MSG_DONTWAIT without data: %s", strerror(errno));
 	TRY(text(p.a, "xyz"));
-	ENSURE(recv(p.b, b, 2, MSG_TRUNC) == 2, "MSG_TRUNC does not return 2"); /* TCP discards */
+	ENSURE(recv(p.b, b, 2, MSG_TRUNC) == 2, "MSG_TRUNC does not return 2"); /* TCP discards the bytes */
 	TRY(takes(p.b, "z"));
 	ENSURE(read(p.b, b, 0) == 0, "a read of 0 bytes does not return 0");
 	ENSURE(write(p.b, b, 0) == 0, "a write of 0 bytes does not return 0");
@@ -803,7 +803,7 @@ static const char *writable_does_not_block(size_t arg)
 	return NULL;
 }
 
-/* A megabyte in pieces of odd length, in both directions at once. */
+/* A thread that moves a megabyte in pieces of many lengths. The test moves data in both directions at once. */
 struct mover {
 	int fd;
 	uint32_t seed;
@@ -847,7 +847,7 @@ static const char *receive_pieces(int fd, uint32_t seed)
 		ENSURE(n > 0, "read: %s", n ? strerror(errno) : "end");
 		for (ssize_t k = 0; k < n; k++)
 			ENSURE(block[k] == (unsigned char)((got + (size_t)k) * 31 + seed),
-			       "the byte at %zu is another one", got + (size_t)k);
+			       "the byte at offset %zu is wrong", got + (size_t)k);
 		got += (size_t)n;
 	}
 	return NULL;
@@ -894,7 +894,7 @@ static const char *same_bytes(const unsigned char *bytes, ssize_t n, size_t at)
 {
 	ENSURE(n > 0, "%s", n ? strerror(errno) : "end");
 	for (ssize_t k = 0; k < n; k++)
-		ENSURE(bytes[k] == byte_at(at + (size_t)k), "the byte at %zu is another one", at + (size_t)k);
+		ENSURE(bytes[k] == byte_at(at + (size_t)k), "the byte at offset %zu is wrong", at + (size_t)k);
 	return NULL;
 }
 
@@ -973,7 +973,7 @@ static const char *low_water(size_t arg)
 	ENSURE(write(a, block, 99) == 99, "write: %s", strerror(errno));
 	ENSURE(!poll(&(struct pollfd){ .fd = b, .events = POLLIN }, 1, SHORT_MS), "99 bytes make the socket readable");
 	ENSURE(write(a, block, 1) == 1, "write: %s", strerror(errno));
-	ENSURE(poll(&(struct pollfd){ .fd = b, .events = POLLIN }, 1, LONG_MS) == 1, "100 bytes do not");
+	ENSURE(poll(&(struct pollfd){ .fd = b, .events = POLLIN }, 1, LONG_MS) == 1, "100 bytes do not make the socket readable");
 	return NULL;
 }
 
@@ -992,7 +992,7 @@ static const char *urgent(size_t arg)
 	return NULL;
 }
 
-/* SO_RCVLOWAT of an accepted connection, of which nothing was read yet. */
+/* SO_RCVLOWAT is set on an accepted connection from which nothing was read yet. */
 static const char *low_water_later(size_t arg)
 {
 	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
@@ -1138,7 +1138,7 @@ static const char *cork(int fd, int on)
 	return NULL;
 }
 
-/* Exactly these bytes arrive at once. */
+/* Checks that exactly these bytes arrive together. */
 static const char *arrive(int fd, const char *text)
 {
 	struct pollfd one = { .fd = fd, .events = POLLIN };
@@ -1183,7 +1183,7 @@ static const char *corked(size_t arg)
 		shortest[1] = now_ns() - began < shortest[1] ? now_ns() - began : shortest[1];
 	}
 	ENSURE(shortest[0] < 100000000 && shortest[1] < 100000000, "the bytes wait although nothing is corked any more");
-	/* Without an end of the message. */
+	/* No write ends the message, so the bytes are sent after 200 ms. */
 	ENSURE(send(p.a, "late", 4, MSG_MORE) == 4, "send: %s", strerror(errno));
 	TRY(nothing_arrives(p.b));
 	TRY(arrive(p.b, "late"));
@@ -1235,7 +1235,7 @@ static const char *corked_fork(size_t how)
 			ok = write(p.a, "body", 4) == 4;
 		if (how == CHILD_READS)
 			ok = read(p.a, word, 4) == 4;
-		/* The parent's worker may have looked at the stream meanwhile. */
+		/* The library's worker thread in the parent may look at the stream meanwhile. */
 		if (how == CHILD_WAITS)
 			sleep_ms(300);
 		if (how == CHILD_WAITS)
@@ -1328,14 +1328,14 @@ static const char *writes_to_the_dead(size_t arg)
 		}
 		sleep_ms(10);
 	}
-	return "a program that has ended is written to for a second";
+	return "writes to a program that has ended succeed for a second";
 }
 
 enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22 };
 
 /*
- * What was sent before the peer ended is read to its end. The peer has made the connection itself: a process that has inherited one does
- * not end its data (docs/sockets.md, known gaps).
+ * All data that the peer's process sent before it ended can be read. The peer makes the connection itself, because a process that has only
+ * inherited a connection does not end its data (docs/sockets.md, known gaps).
  */
 static const char *reads_from_the_dead(size_t how)
 {
@@ -1348,7 +1348,7 @@ static const char *reads_from_the_dead(size_t how)
 	int listener, waiting;
 	ssize_t n;
 
-	/* With small buffers a part of the last bytes is in the process when it ends. */
+	/* With small buffers the peer's process still has some of the last bytes when it ends. */
 	TRY(listens(&listener, &at, how & SMALL ? SO_RCVBUF : 0, 1));
 	child = fork();
 	ENSURE(child >= 0, "fork: %s", strerror(errno));
@@ -1371,7 +1371,7 @@ static const char *reads_from_the_dead(size_t how)
 	TRY(takes(p.b, "hi"));
 	TRY(text(p.b, "ho"));
 	sleep_ms(100);
-	/* With these lengths, and with bytes that the library has counted before, it permits the peer twice to send more. */
+	/* FIONREAD makes the library count these bytes. Reads of the lengths below then permit the peer twice to send more. */
 	ENSURE(!ioctl(p.b, FIONREAD, &waiting), "FIONREAD: %s", strerror(errno));
 	while ((n = read(p.b, block, got ? 4096 : 8190)) > 0) {
 		got += (size_t)n;
@@ -1395,7 +1395,7 @@ static void *take_share(void *p)
 }
 
 /*
- * The kernel's buffer is full of bytes that the peer does not read when this end reads. The peer learns nevertheless that it may send more.
+ * This end reads while the kernel's buffer is full of bytes that the peer does not read. The peer learns nevertheless that it may send more.
  * With some values of `size` the last message fills the buffer exactly.
  */
 static const char *read_with_full_buffer(size_t size)
@@ -1858,8 +1858,8 @@ static const char *shut_down_wakes(size_t how)
 }
 
 /*
- * A descriptor is closed while a thread reads from it, and its number becomes that of another connection. The thread gets nothing of
- * that, and the other connection gets nothing of the old one.
+ * A descriptor is closed while a thread reads from it, and its number becomes that of another connection. The thread gets no bytes of
+ * the other connection, and the other connection gets no bytes of the old one.
  */
 static const char *closed_while_read(size_t upgraded)
 {
@@ -1895,7 +1895,7 @@ static const char *closed_while_read(size_t upgraded)
 	return NULL;
 }
 
-/* With MSG_TRUNC the bytes are discarded, and the buffer is not used. Errors are not taken from the data. */
+/* With MSG_TRUNC the bytes are discarded, and the buffer is not used. MSG_ERRQUEUE returns no data. */
 static const char *discards(size_t arg)
 {
 	struct pair p;
@@ -2008,7 +2008,7 @@ static void jump(int signal)
 	siglongjmp(out, 1);
 }
 
-/* A signal handler leaves a call that waits by a jump. The connection can be used afterwards. */
+/* A signal handler jumps out of a call that waits. The connection can be used afterwards. */
 static const char *jumps(size_t with_poll)
 {
 	struct sigaction action = { .sa_handler = jump };
@@ -2108,7 +2108,7 @@ static void *write_pattern(void *p)
 	}
 }
 
-/* Reads patterns until the end of the stream. The byte 255 is between two. */
+/* Reads patterns until the end of the stream. The byte 255 separates two patterns. */
 static void *read_patterns(void *p)
 {
 	static char block[65536];
@@ -2292,7 +2292,7 @@ static const char *removed_before_fork(size_t arg)
 	TRY(text(p.b, "ab"));
 	TRY(reports(set, EPOLLIN, 2));
 	TRY(takes(p.a, "ab"));
-	/* The child removes a descriptor that the parent has in its set. That is so for both, because the set is shared. */
+	/* The child removes a descriptor from the set. The removal applies to the parent too, because both share the set. */
 	child = fork();
 	ENSURE(child >= 0, "fork: %s", strerror(errno));
 	if (!child)
@@ -2366,7 +2366,7 @@ static const char *shares_turns(size_t streams)
 	return NULL;
 }
 
-/* A program that closes all numbers does not close descriptors of the library, and those that it puts there stay its own. */
+/* A program that closes all descriptor numbers does not close those of the library, which does not use descriptors that the program puts there. */
 static const char *closes_all_numbers(size_t replaces)
 {
 	struct pair p;
@@ -2545,7 +2545,7 @@ static const char *stdio(size_t when)
 		ENSURE(!pthread_join(thread, &failed) && !failed, "a line cannot be written");
 	}
 	ENSURE(ftell(in[0]) == -1 && errno == ESPIPE, "ftell: %s", strerror(errno));
-	/* The numbers can be used too. */
+	/* The descriptors can be used too. */
 	TRY(text(p.a, "ab"));
 	TRY(takes(p.b, "ab"));
 	ENSURE(!close_now(in[0]) && !close_now(out[0]), "fclose: %s", strerror(errno));
@@ -2554,7 +2554,7 @@ static const char *stdio(size_t when)
 	return NULL;
 }
 
-/* One stream of the C library in both directions, and formatted text without a stream. */
+/* One stream of the C library carries both directions. */
 static const char *stdio_both(size_t arg)
 {
 	char line[100];
