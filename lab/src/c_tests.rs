@@ -56,10 +56,10 @@ const PROGRAMS: &[&str] = &[
 /// set-group-ID program.
 const ELEVATED: &str = "elevated";
 
-/// The provider for libfabric.
+/// The program that tests the provider for libfabric.
 const FI: &str = "fi";
 
-/// What libfabric's own tests require of the provider, as tests of this project.
+/// The program that checks what libfabric's own tests require of the provider.
 const FI_QUICK: &str = "fi_quick";
 
 /// The program that is linked to libanywarp-buffers.
@@ -85,7 +85,8 @@ const PANIC: &str = "panic";
 
 /// Programs that run again with this value of `ANYWARP_CARRIER`, the transport between processes of one host. `tcp` keeps
 /// connections on TCP. `eager` moves them to shared memory before the first request. The default, `auto`, moves them after
-/// some requests, so most tests end before that. [`TRUNK`] stands for `tcp`, and a trunk from the first request on.
+/// some requests, so most tests end before that. [`TRUNK`] stands for `tcp` with a trunk, which is one TCP connection for many
+/// queue pairs, from the first request on.
 const CARRIERS: &[(&str, &str)] = &[
     ("selftest", "eager"),
     ("selftest", "tcp"),
@@ -106,8 +107,9 @@ const CARRIERS: &[(&str, &str)] = &[
     ("fi", "tcp"),
 ];
 
-/// The test of `chaos` that does not run with [`TRUNK`]: its peer exits without having acknowledged all requests, about when the hand-over takes
-/// place. A message of the hand-over to a process that has ended is answered by a reset, after which it is unknown what the peer had received.
+/// The test of `chaos` that does not run with [`TRUNK`]: its peer exits without having acknowledged all requests, about when the hand-over
+/// of its queue pair to the trunk takes place. A message of the hand-over to a process that has ended is answered by a reset, after which it is
+/// unknown what the peer had received.
 const NOT_DURING_A_HAND_OVER: &str = "--without=peer_takes_and_ends";
 
 /// See [`CARRIERS`].

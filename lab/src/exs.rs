@@ -44,7 +44,7 @@ struct Row {
     kind: Kind,
     /// The number of messages in one run.
     count: u32,
-    /// A variable of both ends that selects the transport. `None`: the default, which is shared memory on one host.
+    /// The environment variable of both ends that selects the transport. `None`: the default, which is shared memory on one host.
     transport: Option<Variable>,
 }
 
@@ -170,7 +170,7 @@ const NORMAL_PING: Row = exs(
     "--ping --mode normal --size 64",
     20000,
 );
-/// Normal sends that the receiver always reads, as in Russell's paper.
+/// Normal sends that the receiver always reads, as in Russell's paper (see docs/exs.md).
 const READ_PING: Row = exs(
     "exs read 64 B, one way",
     "--ping --mode read --size 64",
@@ -434,7 +434,7 @@ pub(crate) fn run(options: &Options) -> Result {
     if options.short || missed.is_empty() {
         return Ok(());
     }
-    Err(format!("not met: {}", missed.join(", ")).into())
+    Err(format!("bounds that are not met: {}", missed.join(", ")).into())
 }
 
 const HEAD: &str = "# Extended sockets, verbs, rsockets and TCP\n\n\

@@ -265,7 +265,7 @@ pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
         return Ok(());
     }
     Err(format!(
-        "under the {} sanitizer fail: {}",
+        "these programs fail under the {} sanitizer: {}",
         kind.name(),
         failed.join(", ")
     )
@@ -374,7 +374,7 @@ impl Build {
                 .arg(out.join(format!("libanywarp-{name}.so")));
             sh::run(&mut cc)?;
         }
-        // Libraries that use libibverbs and librdmacm.
+        // These libraries use libibverbs and librdmacm.
         for name in ["exs", "anywarp-buffers"] {
             let mut cc = sh::cc();
             cc.args(["-shared", "-fPIC"])
@@ -394,8 +394,8 @@ impl Build {
         Ok(out)
     }
 
-    /// Returns the command for the tests of the crates that have `unsafe` code. The core and the simulation have none (`forbid`), and one
-    /// thread: only `long` checks them. In the tests of `anywarp-sockets` the runtime would find its own functions replaced by the library's
+    /// Returns the command for the tests of the crates that have `unsafe` code. The core and the simulation have none (`forbid`), and have only
+    /// one thread, so only `long` checks them. In the tests of `anywarp-sockets` the runtime would find its own functions replaced by the library's
     /// wrappers, so that crate is checked by the C programs alone.
     fn unit_tests(&self, arguments: &[&str], long: bool) -> Command {
         let mut packages = vec![

@@ -1,6 +1,6 @@
 //! `cargo lab valgrind`: runs the C programs with the installed libraries under valgrind's memcheck.
 //!
-//! Unlike AddressSanitizer, memcheck detects uninitialized bytes in arguments of system calls and in data for programs, even
+//! Unlike AddressSanitizer, memcheck detects uninitialized bytes in arguments of system calls and in the data that programs get, even
 //! in the standard library and in assembler code.
 
 use crate::c_tests;
@@ -11,7 +11,7 @@ use xtask::{Result, sh};
 /// The default programs, whose work is done in one process.
 const PROGRAMS: [&str; 5] = ["selftest", "cm", "access", "exs", "exs_hostile"];
 
-/// Leaves out the test of `exs_hostile` that measures how long others are delayed.
+/// Leaves out the test of `exs_hostile` that measures how long other peers are delayed.
 const WITHOUT_TIMES: &[&str] = &["--without=half_open"];
 
 /// Runs the default programs, or the program and the tests that `arguments` name.

@@ -73,7 +73,7 @@ pub(crate) fn deb() -> Result {
         fs::create_dir_all(there.parent().ok_or("no folder")?)?;
         fs::rename(here, there)?;
     }
-    // The loader searches /usr/lib anyway.
+    // The loader searches /usr/lib anyway, so programs need no run path.
     for name in ["exs", "anywarp-buffers"] {
         let pc = development.join(format!("usr/lib/pkgconfig/{name}.pc"));
         let text = fs::read_to_string(&pc)?;
