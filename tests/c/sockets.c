@@ -1921,6 +1921,45 @@ static const char *discards(size_t arg)
 	return NULL;
 }
 
+/* Writes a byte after 100 ms. */
+static void *later(void *fd)
+{
+	sleep_ms(100);
+	return (void *)(intptr_t)(write((int)(intptr_t)fd, "c", 1) != 1);
+}
+
+/* One call reads several times: it waits for all, for the first one, or until the time is over when one has arrived. */
+static const char *several_reads(size_t arg)
+{
+	struct pair p;
+	char bytes[3][2];
+	struct iovec parts[3];
+	struct mmsghdr all[3] = { 0 };
+	struct timespec none = { 0, 0 };
+	pthread_t thread;
+	void *result;
+	int n;
+
+	(void)arg;
+	TRY(connected(&p));
+	for (int i = 0; i < 3; i++) {
+		parts[i] = (struct iovec){ bytes[i], 1 };
+		all[i].msg_hdr = (struct msghdr){ .msg_iov = &parts[i], .msg_iovlen = 1 };
+	}
+	TRY(text(p.a, "ab"));
+	ENSURE(!pthread_create(&thread, NULL, later, (void *)(intptr_t)p.a), "pthread_create");
+	n = recvmmsg(p.b, all, 3, 0, NULL);
+	TRY(ends(thread, &result));
+	ENSURE(n == 3 && bytes[0][0] == 'a' && bytes[2][0] == 'c', "all: %d (%s)", n, strerror(errno));
+	TRY(text(p.a, "d"));
+	n = recvmmsg(p.b, all, 3, MSG_WAITFORONE, NULL);
+	ENSURE(n == 1 && bytes[0][0] == 'd' && all[0].msg_len == 1, "the first one: %d (%s)", n, strerror(errno));
+	TRY(text(p.a, "ef"));
+	n = recvmmsg(p.b, all, 3, 0, &none);
+	ENSURE(n == 1 && bytes[0][0] == 'e', "no time: %d (%s)", n, strerror(errno));
+	return NULL;
+}
+
 static void no_action(int signal)
 {
 	(void)signal;
@@ -2739,6 +2778,7 @@ static const struct test tests[] = {
 	{ "closed_while_read", closed_while_read, 0, 0, false },
 	{ "closed_while_read_upgraded", closed_while_read, 1, 0, false },
 	{ "discards", discards, 0, 0, false },
+	{ "several_reads", several_reads, 0, 0, false },
 	{ "blocked_write_times_out", blocked_write_ends, TIME_LIMIT, 0, false },
 	{ "blocked_write_interrupted", blocked_write_ends, SIGNAL, 0, false },
 	{ "blocked_write_restarts", blocked_write_ends, SIGNAL_THAT_RESTARTS, 0, false },

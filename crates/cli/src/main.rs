@@ -1,7 +1,7 @@
 //! The `anywarp` command: runs unmodified RDMA programs on any machine, and checks and measures the machine.
 //!
 //! Modules: [`cli`] defines the options, [`library`] finds the drop-in libraries, and [`cmd`] runs the subcommands, of which
-//! [`bench`], [`perf`], [`sockets`] and [`study`] contain the larger ones.
+//! [`mod@bench`], [`perf`], [`sockets`] and [`study`] contain the larger ones.
 //! All `unsafe` code is in [`sys`] and `bench/raw_sys.rs`.
 #![deny(unsafe_code)]
 

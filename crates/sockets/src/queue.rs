@@ -23,8 +23,9 @@ fn kept(n: usize) -> Option<Vec<u8>> {
 /// Keeps a buffer for other queues, if it is not too long, and not too many are kept.
 fn keep(mut buffer: Vec<u8>) {
     let (list, most) = match buffer.capacity() {
-        1..=limits::SLAB => (&FREE, limits::SLABS_KEPT),
-        limits::SLAB..=limits::LONG_SLAB => (&LONG, limits::LONG_SLABS_KEPT),
+        0 => return,
+        n if n <= limits::SLAB => (&FREE, limits::SLABS_KEPT),
+        n if n <= limits::LONG_SLAB => (&LONG, limits::LONG_SLABS_KEPT),
         _ => return,
     };
     buffer.clear();

@@ -17,6 +17,7 @@ use libc::{
 };
 use std::io::{IoSlice, IoSliceMut};
 use std::ptr::{null, null_mut};
+use std::time::{Duration, Instant};
 
 /// Returns the stream of `fd`, after deciding an undecided connection if possible. `None`: the call goes to the kernel.
 #[inline]
@@ -601,12 +602,19 @@ pub unsafe extern "C-unwind" fn recvmmsg(
                 .unwrap_or_else(|| real::recvmmsg(fd, msgs, n, flags, timeout))
         };
     }
+    let begin = Instant::now();
+    // SAFETY: the program passes a time or null.
+    let limit = unsafe { timeout.as_ref() }.and_then(|t| {
+        let seconds = u64::try_from(t.tv_sec).ok()?;
+        Some(Duration::new(seconds, u32::try_from(t.tv_nsec).ok()?))
+    });
+    let rest = if flags & libc::MSG_WAITFORONE != 0 {
+        libc::MSG_DONTWAIT
+    } else {
+        0
+    };
     for i in 0..n as usize {
-        let flags = if i > 0 {
-            flags | libc::MSG_DONTWAIT
-        } else {
-            flags
-        };
+        let flags = flags & !libc::MSG_WAITFORONE | if i > 0 { rest } else { 0 };
         // SAFETY: upheld by the caller.
         let got = unsafe { recvmsg(fd, &raw mut (*msgs.add(i)).msg_hdr, flags) };
         if got < 0 {
@@ -614,7 +622,8 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         }
         // SAFETY: upheld by the caller.
         unsafe { (*msgs.add(i)).msg_len = got as c_uint };
-        if got == 0 {
+        // As in the kernel, the time is compared only when a message has arrived.
+        if got == 0 || limit.is_some_and(|limit| begin.elapsed() >= limit) {
             return i as c_int + 1;
         }
     }

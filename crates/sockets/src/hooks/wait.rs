@@ -665,8 +665,11 @@ fn epoll(
             ms = match until.left() {
                 None => -1,
                 // Rounded up, so that the wait is at least as long as requested.
-                Some(t) => c_int::try_from(t.tv_sec * 1000 + (t.tv_nsec + 999_999) / 1_000_000)
-                    .unwrap_or(c_int::MAX),
+                Some(t) => {
+                    let ms = t.tv_sec.saturating_mul(1000);
+                    let ms = ms.saturating_add((t.tv_nsec + 999_999) / 1_000_000);
+                    c_int::try_from(ms).unwrap_or(c_int::MAX)
+                }
             };
             sleeps = ms != 0 && set.enter();
             if ms != 0 && !sleeps {
