@@ -155,7 +155,7 @@ impl Held {
     }
 }
 
-/// Called before a fork. Waits until no other thread holds the locks, for [`HELD`] at most [`limits::FORK_WAIT`], because the child
+/// Called before a fork. Waits until no other thread holds the locks, for `HELD` at most [`limits::FORK_WAIT`], because the child
 /// could not close its inherited names if they were held.
 pub fn stop() -> Stop {
     let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
