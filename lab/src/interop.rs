@@ -31,6 +31,10 @@ const RUN: Duration = Duration::from_secs(15 * 60);
 
 /// The program for extended sockets, in target/dist and in the guest.
 const EXS_TTCP: &str = "bin/exs-ttcp";
+/// The name of [`Environment::extended_sockets_on_rxe`].
+const RXE: &str = "rxe-serves/exs-ttcp/both-ends-on-rxe";
+/// The time limit of this test. The guest's processors are emulated.
+const RXE_LIMIT: Duration = Duration::from_secs(60);
 
 /// The largest number of times that a failed guest is replaced in one run.
 const REBOOTS: u32 = 4;
@@ -82,13 +86,20 @@ fn variants<'a>(programs: &'a [Program], options: &Options) -> Vec<Variant<'a>> 
 pub(crate) fn run(options: &Options) -> Result {
     let programs = expect::read_folder("tests/interop")?;
     let variants = variants(&programs, options);
+    let with_rxe = options
+        .filter
+        .as_ref()
+        .is_none_or(|part| RXE.contains(part.as_str()));
     if options.list {
         for variant in &variants {
             println!("{}", variant.name);
         }
+        if with_rxe {
+            println!("{RXE}");
+        }
         return Ok(());
     }
-    if variants.is_empty() {
+    if variants.is_empty() && !with_rxe {
         return Err("no case matches the filter".into());
     }
     if env::var_os(INSIDE).is_none() {
@@ -130,6 +141,18 @@ pub(crate) fn run(options: &Options) -> Result {
             }
         }
         std::io::stdout().flush()?;
+    }
+    if with_rxe {
+        match environment.extended_sockets_on_rxe() {
+            Ok(()) => {
+                passed += 1;
+                println!("ok    {RXE}");
+            }
+            Err(reason) => {
+                failed += 1;
+                println!("FAIL  {RXE}  {reason}");
+            }
+        }
     }
     println!(
         "{passed} passed, {failed} failed, {skipped} skipped, {} s",
@@ -221,6 +244,33 @@ impl Environment {
             port: 7000,
             reboots: REBOOTS,
         })
+    }
+
+    /// Runs both ends of extended sockets in the guest, on the kernel's rxe. Unlike siw it has memory windows, with which receives are
+    /// advertised. This is the last test, because it deletes siw's device.
+    fn extended_sockets_on_rxe(&self) -> Result {
+        self.guest.ask(
+            "modprobe crc32_generic; modprobe rdma_rxe; rdma link delete siw0 2>/dev/null; \
+             rdma link add rxe0 type rxe netdev eth0",
+        )?;
+        let address = guest::GUEST;
+        let client = format!("exs-ttcp {address} --port 7900 --verify --count 60");
+        let line = format!(
+            "exs-ttcp --listen {address} --port 7900 --keep & \
+             until grep -q ':1EDC [0-9A-F]*:0000 0A' /proc/net/tcp; do usleep 20000; done; \
+             {client} --size 1,4K,300000 && {client} --ping --size 64,4K && {client} --mode read --size 4K; \
+             echo \"exit $?\"; kill $!"
+        );
+        let mut remote = self.guest.start(&line)?;
+        let ended = remote.finish("rxe", None, Instant::now() + RXE_LIMIT);
+        let text = remote.output();
+        remote.end()?;
+        ended.map_err(|e| format!("{e}\n{text}"))?;
+        if text.lines().any(|line| line == "exit 0") {
+            Ok(())
+        } else {
+            Err(text.into())
+        }
     }
 
     /// Runs a case, and a second time if it fails. If the guest has failed, the second run is in a new one. A case counts as
