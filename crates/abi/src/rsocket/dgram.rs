@@ -6,8 +6,8 @@
 //! the request; the old answer is used until the new one arrives.
 //!
 //! A server replies to the port that a datagram names as its source, which any host can choose freely. Requests for such a port may never be
-//! answered. So the queued datagrams and the requests are limited, for each host too, and a request that stays unanswered makes room for
-//! others.
+//! answered. So the requests are limited, in all and for each host, and the queued datagrams, in all and for each port. A request that stays
+//! unanswered makes room for others.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -60,7 +60,8 @@ const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
 const PEERS: usize = 1024;
 /// The time after which the request for a known queue pair is repeated.
 const ANSWER_VALID: Duration = Duration::from_secs(1);
-/// The largest number of unanswered requests of a socket, each of which uses two descriptors, if the limit of the process is not low.
+/// The largest number of unanswered requests of a socket. Each uses two descriptors, so a process that may open few descriptors is
+/// permitted fewer requests.
 const ASKED: usize = 64;
 /// The permitted number of unanswered requests to one host is the permitted number of all requests divided by this.
 const HOST_SHARE: usize = 8;
@@ -212,7 +213,7 @@ impl End {
         self.qp.post_recv(requests)
     }
 
-    /// Reposts the receives of slots whose datagrams have been read.
+    /// Posts the receives of free slots again, and those that could not be posted before.
     fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
         let mut refused = std::mem::take(&mut self.refused);
         refused.post(again, |all| self.post_receives(all.iter().copied()));
@@ -911,7 +912,7 @@ mod tests {
         assert_eq!(receive_from(&client), Ok((b"reply".to_vec(), at)));
     }
 
-    /// More peers than there may be requests at a time, all on one host.
+    /// The socket sends to more peers of one host than it may request queue pairs from at a time.
     #[test]
     fn datagrams_to_many_new_peers_arrive_when_their_turn_comes() {
         let client = socket();

@@ -9,8 +9,8 @@
 //!
 //! Locking: one mutex protects the state of a socket, another one its options. A thread that holds the lock of the options must not
 //! acquire that of the state, because a thread that accepts or connects holds the state and reads the options. A thread that holds the
-//! lock of the state must not process events of the engine, as the engine's `on_idle_poll` does for a thread whose poll has found
-//! nothing: that may call `Socket::ready` of the same socket.
+//! lock of the state must not process events of the engine, because this may call `Socket::ready` of the same socket. The engine's
+//! `on_idle_poll` processes events for a thread whose poll has found nothing.
 
 mod address;
 mod again;

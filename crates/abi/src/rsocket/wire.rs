@@ -1,7 +1,8 @@
-//! The formats of private data and messages between stream sockets, which are those of librdmacm over iWARP (docs/rsockets.md).
+//! The formats of private data and messages between stream sockets, which are those of librdmacm over iWARP, and of the header of
+//! datagrams (docs/rsockets.md).
 //!
-//! Numbers in private data are big-endian. All other numbers have the byte order of the sender's host, which a flag in the
-//! private data indicates. Only little-endian is supported.
+//! Numbers in private data and in the header of datagrams are big-endian. All other numbers have the byte order of the sender's
+//! host, which a flag in the private data indicates. Only little-endian is supported.
 
 /// Version in the private data.
 const VERSION: u8 = 1;
@@ -156,7 +157,7 @@ impl Hello {
         out
     }
 
-    // All fields of a peer's private data are checked here.
+    // All checks of a peer's private data are here. Fields that are not checked may have any value.
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, UnsupportedPeer> {
         let bytes: &[u8; HELLO] = bytes.first_chunk().ok_or(UnsupportedPeer::Short)?;
         let mut at = Reader(bytes);
