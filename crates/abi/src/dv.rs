@@ -124,7 +124,7 @@ entry! {
 /// this library does not know.
 ///
 /// # Safety
-/// `attr` points to `size` octets.
+/// `attr` is null or points to `size` octets.
 unsafe fn known_attr(
     attr: *const anywarpdv_qp_init_attr,
     size: usize,

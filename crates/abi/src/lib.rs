@@ -10,8 +10,8 @@
 //! - [`verbs`] and [`cm`]: one module for each of the two libraries.
 //! - [`dv`]: extensions of verbs, `<infiniband/anywarpdv.h>`.
 //! - [`rsocket`]: sockets over RDMA, which are a part of librdmacm.
-//! - [`plain`]: `bind` and `listen` of the C library. A listener of rdma_cm holds a TCP port; a plain socket of the program may want the
-//!   same number, which then becomes free for it.
+//! - [`plain`]: `bind` and `listen` of the C library. If a plain socket of the program needs a port that an identifier of rdma_cm uses, the
+//!   identifier moves to another port.
 //! - `profile`: device profiles, which report and enforce the limits of other devices.
 //! - [`pending`]: public symbols of features that this device lacks; [`mod@refuse`]: functions that only fail.
 //! - `../link/`: the exported symbols and their versions. `cargo xtask dist` links them, and `cargo xtask matrix` compares them

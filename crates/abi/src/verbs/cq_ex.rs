@@ -26,8 +26,8 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
         queue.engine.poll(1, |_, c| found = Some(c.clone()));
     } else {
         // Only completions that are already queued are polled. If this call also handled sockets, a completion could arrive while
-        // the program empties the queue. The completion would raise an event, the program would still take it in the same loop,
-        // and the queue would be empty when the program handles the event.
+        // the program empties the queue. The completion would raise an event, the program would still take the completion in the same
+        // loop, and the queue would be empty when the program handles the event.
         queue.engine.poll_waiting(1, |_, c| found = Some(c.clone()));
     }
     let Some(completion) = found else {
