@@ -43,8 +43,8 @@ use crate::{Rng, World, access};
 /// The key of all queue pairs.
 pub const QKEY: u32 = 0x1111_1111;
 
-/// Queue pairs with more than [`CHECKED_PEERS`] peers, or more than [`CHECKED_BYTES`] waiting bytes, are not checked
-/// after each datagram, because that would take most of the time.
+/// [`DatagramQp::check_accounts`] is called after each datagram, except for queue pairs with more than [`CHECKED_PEERS`]
+/// peers, or more than [`CHECKED_BYTES`] waiting bytes, because the call would take most of the time.
 const CHECKED_PEERS: usize = 16;
 const CHECKED_BYTES: usize = 1 << 18;
 
@@ -117,7 +117,7 @@ impl std::fmt::Debug for Member {
 }
 
 impl Member {
-    /// Its destination, for requests of others.
+    /// The address of this queue pair in requests that others send to it.
     pub fn destination(&self) -> Destination {
         Destination {
             addr: self.addr,
@@ -179,7 +179,7 @@ pub struct Ether {
     pub link: Link,
     /// Called with each datagram.
     pub filter: Option<Filter>,
-    /// How much later than [`bounds::DATAGRAM_STALL`] a stall is ended, as on a busy host.
+    /// A stall ends after [`bounds::DATAGRAM_STALL`] and this time, which stands for the delay of a busy host.
     pub late: Duration,
     /// Whether datagrams that arrive from one source at the same time are handled as one run.
     pub coalesce: bool,

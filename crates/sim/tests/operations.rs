@@ -1163,7 +1163,7 @@ fn segments_are_small_until_the_hello_of_the_peer() {
     }
 }
 
-/// Whether a list of requests is corked depends on their number and on the length of the longest one.
+/// Whether posted requests wait to be sent together depends on their number and on the length of the longest one.
 #[test]
 fn few_and_short_requests_wait_to_be_sent_together() {
     let (small, gathered) = (

@@ -1,5 +1,6 @@
 //! For cargo-fuzz: a stream whose peer sends any messages about a trunk, and anything on the trunk.
 //!
+//! A *trunk* is a TCP connection that carries the streams of many queue pairs. A *hand-over* moves a stream there from its own connection.
 //! The tested end and its peer are those of [`super::fuzz_handover`]. The peer's frames are passed to the tested end without a socket.
 
 use std::net::TcpStream;
@@ -274,7 +275,7 @@ mod tests {
     /// Inputs of the fuzzer complete a hand-over in both roles.
     #[test]
     fn a_stream_moves_to_the_trunk_in_both_roles() {
-        // The peer offers a trunk, and its stream switches when it has received the TakeTrunk.
+        // The peer offers a trunk. It switches its direction of the stream after it has received the TakeTrunk.
         let mut trunks = Trunks::new(1 | 2 | 4).unwrap();
         run(&mut trunks, &[7, 0, 1, 9, 8, 0, 2, 0, 7, 0, 13, 0, 13, 0]);
         assert_eq!(trunks.both.tcp.is_on_trunk(), (true, false));
