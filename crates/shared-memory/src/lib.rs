@@ -73,7 +73,7 @@ impl Shared {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         // The peer may name any file of any process, and the file must not block this process. So until the file is known
-        // to be memory of the kernel, it is only examined: O_PATH opens no device or FIFO and sends no request to a
+        // to be a memory file, it is only examined: O_PATH opens no device or FIFO and sends no request to a
         // file system, and STATX_DONT_SYNC does not wait for the server of a file system in user space (FUSE) either.
         let seen = Own(
             rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?.into_raw_fd(),
@@ -245,7 +245,7 @@ fn memory_device() -> io::Result<(u32, u32)> {
 impl Drop for Shared {
     fn drop(&mut self) {
         let start = std::ptr::with_exposed_provenance_mut(self.start);
-        // The C library's function, by which ThreadSanitizer forgets the accesses to these addresses.
+        // ThreadSanitizer sees a call of the C library's `munmap`, and then forgets the accesses to these addresses.
         // SAFETY: mapped in `map`, and not referenced any more.
         unsafe { libc::munmap(start, self.len) };
     }

@@ -78,7 +78,8 @@ fn classes(args: &Lanes) -> Vec<String> {
     all
 }
 
-/// One kind of streams: the programs, and how they are started.
+/// The streams of one kind: `rc` is `anywarp blast` over queue pairs, `rdma` is iperf3 with `anywarp sockets run`, and `kernel` is iperf3
+/// alone.
 struct Kind<'a> {
     name: &'a str,
     streams: usize,
