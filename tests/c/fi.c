@@ -287,6 +287,7 @@ static const char *fence(size_t arg)
 static const char *fenced_read(size_t arg)
 {
 	static int64_t there[1000], here[1000];
+	int64_t value = 0;
 	struct fi_cq_tagged_entry entry;
 	struct iovec sink = { here, sizeof here };
 	struct side a, b;
@@ -303,8 +304,14 @@ static const char *fenced_read(size_t arg)
 	struct fi_rma_iov from = { (uintptr_t)there, sizeof there, fi_mr_key(mr) };
 	struct fi_msg_rma reads = { .msg_iov = &sink, .iov_count = 1, .addr = a.peer, .rma_iov = &from, .rma_iov_count = 1,
 				    .context = &reads };
+	/* A fetch has no operand. */
+	struct fi_ioc none = { NULL, 1 }, fetched = { &value, 1 };
+	struct fi_rma_ioc element = { (uintptr_t)&there[7], 1, fi_mr_key(mr) };
+	struct fi_msg_atomic fetch = { .msg_iov = &none, .iov_count = 1, .addr = a.peer, .rma_iov = &element, .rma_iov_count = 1,
+				       .datatype = FI_INT64, .op = FI_ATOMIC_READ, .context = &fetch };
 	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 1, &out[0]));
 	OK(fi_readmsg(a.ep, &reads, FI_FENCE | FI_INJECT | FI_COMPLETION));
+	OK(fi_fetch_atomicmsg(a.ep, &fetch, &fetched, NULL, 1, FI_FENCE | FI_INJECT | FI_COMPLETION));
 	ENSURE(here[0] == 0 && fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "the read does not wait for the message");
 	OK(fi_trecv(b.ep, in, 100000, NULL, FI_ADDR_UNSPEC, 1, 0, &in[0]));
 	TRY(next(a.tx, &entry, NULL));
@@ -312,6 +319,22 @@ static const char *fenced_read(size_t arg)
 	TRY(next(a.tx, &entry, NULL));
 	ENSURE(entry.op_context == &reads, "the read does not complete second");
 	ENSURE(!memcmp(here, there, sizeof here), "the memory does not have the data: %lld", (long long)here[0]);
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &fetch && value == 8, "the fetch returns %lld", (long long)value);
+	return NULL;
+}
+
+/* A wait for a counter ends if an operation has failed before the wait began, but the provider has not handled it yet. */
+static const char *failed_before_the_wait(size_t arg)
+{
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_write(a.ep, out, 8, NULL, a.peer, 0, 0x12345600, &a));
+	sleep_ms(300);
+	GIVES(FI_EAVAIL, fi_cntr_wait(a.cntr, 1, 5000));
 	return NULL;
 }
 
@@ -2563,6 +2586,7 @@ static const struct test tests[] = {
 	{ "no_link_at_the_end_offered", no_link_at_the_end, 1, 0, false },
 	{ "receives_in_reverse", receives_in_reverse, 0, 0, false },
 	{ "fenced_read", fenced_read, 0, 0, false },
+	{ "failed_before_the_wait", failed_before_the_wait, 0, 0, false },
 	{ "closes_after_inject", closes_after_inject, 0, 0, false },
 	{ "directed_after_remove", directed_after_remove, 0, 0, false },
 	{ "flood", flood, 0, 0, false },

@@ -124,6 +124,8 @@ pub struct Vector {
     /// The index that stands for each peer. A program may insert a name twice. Completions and receives then use one of the indexes:
     /// the first one or, after that was removed, the lowest of the others.
     first: HashMap<Remote, FiAddr>,
+    /// The numbers of indexes of the peers with more than one.
+    several: HashMap<Remote, usize>,
     free: Vec<FiAddr>,
     /// The peer that was looked up last, because many messages in a row often belong to one peer.
     last: Cell<Option<(Remote, FiAddr)>>,
@@ -142,7 +144,9 @@ impl Vector {
         };
         self.last.set(None);
         *self.slot(at)? = Some(peer);
-        self.first.entry(peer).or_insert(at);
+        if *self.first.entry(peer).or_insert(at) != at {
+            *self.several.entry(peer).or_insert(1) += 1;
+        }
         Some(at)
     }
 
@@ -153,11 +157,15 @@ impl Vector {
         };
         self.last.set(None);
         self.free.push(at);
+        let others = self.several.remove(&peer).map_or(0, |n| n - 1);
+        if others > 1 {
+            self.several.insert(peer, others);
+        }
         if self.first.get(&peer) == Some(&at) {
             self.first.remove(&peer);
             // If the peer has other indexes, the lowest of them stands for it now.
-            let other = self.peers.iter().position(|p| *p == Some(peer));
-            if let Some(other) = other {
+            let other = (others > 0).then(|| self.peers.iter().position(|p| *p == Some(peer)));
+            if let Some(other) = other.flatten() {
                 self.first.insert(peer, other as FiAddr);
             }
         }

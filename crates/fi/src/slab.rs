@@ -1,6 +1,8 @@
 //! A table of values with 32-bit names. A name consists of an index and of a count of earlier uses of that index, modulo 4096, so that an
 //! old name does not find a new value until the index has been used 4096 times. No value ever has the name [`NONE`].
 
+use std::hash::{BuildHasher, RandomState};
+
 const INDEX_BITS: u32 = 20;
 const INDEX: u32 = (1 << INDEX_BITS) - 1;
 
@@ -18,6 +20,8 @@ struct Slot<T> {
 pub struct Slab<T> {
     slots: Vec<Slot<T>>,
     free: Vec<u32>,
+    /// The count with which new indexes begin.
+    first: u32,
 }
 
 impl<T> Default for Slab<T> {
@@ -25,11 +29,27 @@ impl<T> Default for Slab<T> {
         Self {
             slots: Vec::new(),
             free: Vec::new(),
+            first: 0,
         }
     }
 }
 
 impl<T> Slab<T> {
+    /// Returns a table whose names differ from those of other tables, most likely. A peer may still use the names of a process that has ended,
+    /// in messages to another process with the same address.
+    pub fn with_own_names() -> Self {
+        // Tests compare names.
+        let random = if cfg!(any(test, fuzzing)) {
+            0
+        } else {
+            RandomState::new().hash_one(0_u8)
+        };
+        Self {
+            first: u32::try_from(random & u64::from(u32::MAX >> INDEX_BITS)).unwrap_or(0),
+            ..Self::default()
+        }
+    }
+
     /// Adds a value, and returns its name. Returns the value if there are no more names.
     pub fn insert(&mut self, value: T) -> Result<u32, T> {
         let index = match self.free.pop() {
@@ -37,7 +57,7 @@ impl<T> Slab<T> {
             None => match u32::try_from(self.slots.len()) {
                 Ok(index) if index < INDEX => {
                     self.slots.push(Slot {
-                        uses: 0,
+                        uses: self.first,
                         value: None,
                     });
                     index

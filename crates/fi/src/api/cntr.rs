@@ -76,6 +76,13 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
     })
 }
 
+/// Returns the value of the counter, without handling completions.
+fn known_value(object: &CntrObject) -> Counter {
+    let state = object.domain.lock();
+    let counter = state.shared.counters.get(object.name);
+    counter.copied().unwrap_or_default()
+}
+
 /// Returns the value of the counter, after handling the completions of the device.
 fn value(object: &CntrObject) -> Counter {
     let mut state = object.domain.lock();
@@ -135,7 +142,9 @@ unsafe extern "C" fn wait(cntr: *mut fid_cntr, threshold: u64, timeout: c_int) -
         // SAFETY: this process opened the object.
         let object = unsafe { known::<CntrObject, _>(cntr) }?;
         let limit = u64::try_from(timeout).ok().map(Duration::from_millis);
-        let (begin, before) = (Instant::now(), value(object).errors);
+        // Completions are handled only afterwards, so that a failure that the device already knows of ends the wait.
+        let before = known_value(object).errors;
+        let begin = Instant::now();
         loop {
             let now = value(object);
             if now.value >= threshold {

@@ -273,9 +273,18 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     }
     let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
     if is_rest || !queue.is_empty() {
+        if !queue.is_empty() {
+            // Another thread may be about to wait for the event that was cleared above.
+            raise(wait.event());
+        }
         return Err(FI_EAGAIN);
     }
     queue.armed = true;
+    // No event tells that a peer has ended while nothing is on the way to it. The program then wakes up now and then, and its next call asks
+    // the peers.
+    if state.endpoints.iter().any(|(_, ep)| ep.waits_for_peers()) {
+        wait.wake_after(ASK_PEERS_EVERY);
+    }
     Ok(())
 }
 

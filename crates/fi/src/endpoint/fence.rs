@@ -29,6 +29,10 @@ impl Request {
         let (injected, silent, lists) = match self {
             Self::Send(m) => (m.flags & FI_INJECT, m.silent, vec![&mut m.memory]),
             Self::Access(m) => (m.flags & FI_INJECT, m.silent, vec![&mut m.memory]),
+            // A read has no operand, and the program may pass null for it.
+            Self::Atomic(m, _) if m.op == FI_ATOMIC_READ => {
+                (m.flags & FI_INJECT, m.silent, vec![&mut m.compare])
+            }
             Self::Atomic(m, _) => (
                 m.flags & FI_INJECT,
                 m.silent,

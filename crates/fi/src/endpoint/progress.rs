@@ -54,11 +54,16 @@ impl Endpoint {
                 self.completed(cx, wc);
             }
         }
-        let waits = !self.incoming.is_empty() || !self.ops.is_empty() || self.links.any_broken;
-        if waits || !self.questions.is_empty() {
+        if self.waits_for_peers() {
             self.ask(cx);
         }
         n == batch.len()
+    }
+
+    /// Returns whether an operation waits for an answer of a peer, which may have ended.
+    pub fn waits_for_peers(&self) -> bool {
+        let waits = !self.incoming.is_empty() || !self.ops.is_empty() || self.links.any_broken;
+        waits || !self.questions.is_empty()
     }
 
     pub(super) fn send_deferred(&mut self, cx: &mut Shared) {
@@ -313,6 +318,8 @@ impl Endpoint {
             Kind::Link => self.link_step(cx, from, &header),
             Kind::Grant => self.granted(cx, from, &header),
             Kind::Taken => self.taken(cx, from, &header),
+            // A peer that has not opened this kind of endpoint may send anything.
+            Kind::Written if self.binding.caps & FI_REMOTE_WRITE == 0 => {}
             Kind::Written => {
                 cx.count(self.counter(Counts::RemoteWrite), false);
                 let entry = Entry {
