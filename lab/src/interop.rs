@@ -259,18 +259,13 @@ impl Environment {
             "exs-ttcp --listen {address} --port 7900 --keep & \
              until grep -q ':1EDC [0-9A-F]*:0000 0A' /proc/net/tcp; do usleep 20000; done; \
              {client} --size 1,4K,300000 && {client} --ping --size 64,4K && {client} --mode read --size 4K; \
-             echo \"exit $?\"; kill $!"
+             result=$?; kill $!; exit $result"
         );
         let mut remote = self.guest.start(&line)?;
-        let ended = remote.finish("rxe", None, Instant::now() + RXE_LIMIT);
-        let text = remote.output();
+        let end = Instant::now() + RXE_LIMIT;
+        let ended = remote.finish("client", Some(Exit::Code(0)), end);
         remote.end()?;
-        ended.map_err(|e| format!("{e}\n{text}"))?;
-        if text.lines().any(|line| line == "exit 0") {
-            Ok(())
-        } else {
-            Err(text.into())
-        }
+        ended.map_err(|e| format!("{e}\n{}", remote.tail()).into())
     }
 
     /// Runs a case, and a second time if it fails. If the guest has failed, the second run is in a new one. A case counts as

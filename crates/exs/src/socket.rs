@@ -1534,7 +1534,10 @@ impl Link {
     fn written(&mut self, ready: u32, done: &ffi::ibv_wc) -> Result<(), c_int> {
         let window = self.windows.iter_mut().find(|w| w.ready == Some(ready));
         let Some(window) = window else { return Ok(()) };
-        if done.wc_flags & ffi::IBV_WC_WITH_INV == 0 || done.imm_data != window.rkey {
+        // The kernel's rxe reports an invalidation by the number that this flag has in the kernel, where `IBV_WC_IP_CSUM_OK` is in verbs. That
+        // one is not used with reliable connections.
+        let with = ffi::IBV_WC_WITH_INV | ffi::IBV_WC_IP_CSUM_OK;
+        if done.wc_flags & with == 0 || done.imm_data != window.rkey {
             return Err(libc::EPROTO);
         }
         window.ready = None;
