@@ -78,7 +78,7 @@ static bool understands_ready;
 
 static void hello(unsigned char to[16])
 {
-	memcpy(to, understands_ready ? "EXSP\1\0\0\4\0\0\0\0\0\0\0\1" : "EXSP\1\0\0\4\0\0\0\100\0\0\0\0", 16);
+	memcpy(to, understands_ready ? "EXSP\1\0\0\4\0\0\0\0\0\0\0\3" : "EXSP\1\0\0\4\0\0\0\100\0\0\0\0", 16);
 }
 
 static int close_fd(void *what)

@@ -206,6 +206,8 @@ struct Target {
 struct Ahead {
     /// Whether the peer understands it.
     understood: bool,
+    /// Whether the peer may advertise its receives by windows.
+    invalidates: bool,
     /// The most receives that are advertised at the same time.
     most: usize,
     /// Whether each is advertised by a memory window.
@@ -369,6 +371,7 @@ impl Flow {
                     0
                 },
                 understood: may_advance,
+                invalidates: ours.invalidates,
                 windows: false,
                 count: 0,
                 unbinding: 0,
@@ -399,10 +402,10 @@ impl Flow {
         self.ahead.most
     }
 
-    /// Sets whether receives are advertised by memory windows, and how many there are.
-    pub(crate) fn set_windows(&mut self, windows: bool, most: usize) {
-        self.ahead.windows = windows;
-        self.ahead.most = self.ahead.most.min(most);
+    /// Receives are advertised by memory windows, of which there are `count`.
+    pub(crate) fn set_windows(&mut self, count: usize) {
+        self.ahead.windows = true;
+        self.ahead.most = self.ahead.most.min(count);
     }
 
     /// Returns whether a receive would get data at once, and whether a send would be advertised at once.
@@ -863,7 +866,7 @@ impl Flow {
         last: Option<u32>,
         out: &mut Vec<Action>,
     ) -> Result<(), Bad> {
-        if !self.ahead.understood {
+        if !self.ahead.understood || (target.window && !self.ahead.invalidates) {
             return Err(Bad::Order);
         }
         let in_step = match last {
@@ -1755,6 +1758,7 @@ mod tests {
             credits: 2,
             immediate: 64,
             ready: false,
+            invalidates: false,
         };
         Flow::new(hello, hello, 0)
     }
@@ -1993,6 +1997,7 @@ mod tests {
             credits: 4,
             immediate: 0,
             ready: true,
+            invalidates: true,
         };
         Flow::new(hello, hello, 250)
     }
@@ -2004,6 +2009,7 @@ mod tests {
             credits: 4,
             immediate: 0,
             ready: true,
+            invalidates: true,
         };
         Flow::new(hello, hello, 0)
     }
@@ -2122,7 +2128,9 @@ mod tests {
     fn a_receive_whose_advertisement_crosses_that_of_a_send_is_read() {
         for windows in [false, true] {
             let mut flow = ahead();
-            flow.set_windows(windows, 2);
+            if windows {
+                flow.set_windows(2);
+            }
             let mut out = Vec::new();
             flow.recv(recv(5), &mut out);
             out.clear();

@@ -538,6 +538,7 @@ pub fn run(bytes: &[u8]) {
         credits: u16::from(input.byte() % 8) + 1,
         immediate: u32::from(input.byte()) * u32::from(choice >> 2 & 1),
         ready: choice & 64 == 0,
+        invalidates: choice & 64 == 0,
     };
     let (ours, theirs) = (hello(&mut input), hello(&mut input));
     let buffer = u64::from(input.byte()) * u64::from(choice >> 3 & 1) * 8;
@@ -552,7 +553,7 @@ pub fn run(bytes: &[u8]) {
     end.ordered = choice & 2 != 0 || choice & 8 == 0;
     end.flow.set_ordered(end.ordered);
     if windows {
-        end.flow.set_windows(true, WINDOWS);
+        end.flow.set_windows(WINDOWS);
     }
     end.flow.set_may_defer(choice & 16 != 0);
     if choice & 1 == 0 {
@@ -561,7 +562,7 @@ pub fn run(bytes: &[u8]) {
         let mut peer = End::new(theirs, limit(ours, theirs), buffer / 2);
         peer.flow.set_may_defer(choice & 32 != 0);
         if windows {
-            peer.flow.set_windows(true, WINDOWS);
+            peer.flow.set_windows(WINDOWS);
         }
         friends(&mut input, end, peer);
     }

@@ -59,13 +59,6 @@ impl Device {
         }
     }
 
-    /// Returns whether receives can be advertised to a peer, which then writes into their memory, without more rights for peers than the
-    /// receives give them in any case. With windows a peer can write to the memory of one receive until the receive ends. On iWARP the memory of
-    /// every receive permits remote writes ([`Use::access`]).
-    pub(crate) fn is_ahead(&self) -> bool {
-        self.iwarp || self.windows
-    }
-
     /// Creates the registered buffers for copying memory that the program has not registered. Each connection has separate
     /// ones, because its peer may read everything that a registration covers. Registrations are not cached, because the next user of
     /// a cached one could be another connection.

@@ -1656,7 +1656,9 @@ impl Inner {
             stream,
             credits: self.settings.credits,
             immediate: self.settings.immediate,
-            ready: self.settings.ready && self.link.as_ref().is_some_and(|l| l.device.is_ahead()),
+            ready: self.settings.ready,
+            invalidates: self.settings.ready
+                && self.link.as_ref().is_some_and(|l| l.device.windows),
         }
     }
 
@@ -1834,9 +1836,15 @@ impl Inner {
     fn begin_flow(&mut self, stream: bool, theirs: Hello) {
         let buffer = u64::from(self.settings.buffer);
         let mut flow = Flow::new(self.hello(stream), theirs, buffer);
+        // Advertised receives give peers no more rights than they have in any case: on iWARP the memory of every receive permits remote
+        // writes (`Use::access`), and with a window a peer can write to the memory of one receive until it ends.
         if let Some(link) = self.link.as_mut().filter(|link| !link.device.iwarp) {
-            let windows = link.make_windows(flow.most_ready());
-            flow.set_windows(true, windows);
+            let most = if link.device.windows && theirs.invalidates {
+                flow.most_ready()
+            } else {
+                0
+            };
+            flow.set_windows(link.make_windows(most));
         }
         self.flow = Some(flow);
     }

@@ -33,10 +33,13 @@ pub(crate) struct Hello {
     pub(crate) immediate: u32,
     /// Whether this end understands [`Message::Ready`] and [`Message::Written`]. They are used if both ends do.
     pub(crate) ready: bool,
+    /// Whether this end can invalidate the window of a [`Message::Ready`]. The drivers of some devices cannot.
+    pub(crate) invalidates: bool,
 }
 
-/// The bit of [`Hello::ready`] in the last four bytes of the private data. Ends ignore the other bits.
+/// The bits of [`Hello::ready`] and [`Hello::invalidates`] in the last four bytes of the private data. Ends ignore the other bits.
 const READY_FEATURE: u32 = 1;
+const INVALIDATES_FEATURE: u32 = 2;
 
 /// Why private data or a message was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,7 +64,9 @@ impl Hello {
         out.bytes([VERSION, u8::from(self.stream)]);
         out.bytes(self.credits.to_be_bytes());
         out.bytes(self.immediate.to_be_bytes());
-        out.bytes((u32::from(self.ready) * READY_FEATURE).to_be_bytes());
+        let features = u32::from(self.ready) * READY_FEATURE
+            + u32::from(self.invalidates) * INVALIDATES_FEATURE;
+        out.bytes(features.to_be_bytes());
         bytes
     }
 
@@ -75,11 +80,13 @@ impl Hello {
         if version != VERSION {
             return Err(Bad::Version);
         }
+        let (credits, immediate, features) = (from.u16()?, from.u32()?, from.u32()?);
         let hello = Self {
             stream: flags & 1 != 0,
-            credits: from.u16()?,
-            immediate: from.u32()?,
-            ready: from.u32()? & READY_FEATURE != 0,
+            credits,
+            immediate,
+            ready: features & READY_FEATURE != 0,
+            invalidates: features & INVALIDATES_FEATURE != 0,
         };
         if flags > 1 || hello.credits == 0 {
             return Err(Bad::Field);
@@ -621,6 +628,7 @@ mod tests {
                     credits: 16,
                     immediate: 256,
                     ready: name != "private data",
+                    invalidates: name != "private data",
                 };
                 assert_eq!(hello.write().to_vec(), raw);
                 assert_eq!(Hello::read(&raw), Ok(hello));
@@ -668,6 +676,7 @@ mod tests {
             credits: 1,
             immediate: 0,
             ready: false,
+            invalidates: false,
         }
         .write();
         newer[4] = 2;
