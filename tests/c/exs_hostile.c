@@ -699,7 +699,7 @@ static const char *private_data(size_t arg)
 		ENSURE(dial(bad[i].data, bad[i].len) < 0 && errno == ECONNREFUSED, "%s: %s", bad[i].name, strerror(errno));
 		ENSURE(peer->event && peer->event->event == RDMA_CM_EVENT_REJECTED, "%s: no refusal", bad[i].name);
 		ENSURE(peer->event->param.conn.private_data_len >= 16 &&
-			       !memcmp(peer->event->param.conn.private_data, "EXSP\1\0\0\4\0\0\0\100\0\0\0\0", 16),
+			       !memcmp(peer->event->param.conn.private_data, "EXSP\1\0\0\4\0\0\0\100\0\0\0\1", 16),
 		       "%s: refused without private data", bad[i].name);
 		ENSURE(close_now(&peer) == 0, "close");
 	}
