@@ -11,6 +11,8 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 
+#include "exs_events.h"
+
 #define MIB (1u << 20)
 
 static exs_qhandle_t queue = EXS_QHANDLE_INVALID;
@@ -1382,18 +1384,6 @@ static const char *queues(size_t arg)
 	return finish();
 }
 
-static const char *next_event(exs_event_t *e)
-{
-	struct timeval wait = { 10, 0 };
-	int n;
-
-	do
-		n = exs_qdequeue(queue, e, 1, &wait);
-	while (n < 0 && errno == EINTR);
-	ENSURE(n == 1, "no event: %d (%s)", n, strerror(errno));
-	return NULL;
-}
-
 /*
  * A receive is cancelled while the peer may be writing to its memory. The receive and the send end in the same way, and the connection
  * remains.
@@ -1414,17 +1404,17 @@ static const char *cancel_while_written(size_t arg)
 		ENSURE(SEND(LONG, 0, 2) == 0, "%s", strerror(errno));
 		usleep(i % 5 * 100);
 		ENSURE(exs_cancel(ends[1], EXS_CAF_FILDES, 0) == 0 || errno == ENOENT, "%s", strerror(errno));
-		TRY(next_event(&e));
+		TRY(next_event(queue, &e));
 		left = (int)e.exs_evt_ahandle;
 		*(left == 1 ? &receive : &send) = e.exs_evt_errno;
 		if (left == 1 && receive == ECANCELED) {
 			/* The send waits for another receive. */
 			ENSURE(RECV(LONG, 0, 1) == 0, "%s", strerror(errno));
-			TRY(next_event(&e));
+			TRY(next_event(queue, &e));
 			left = (int)e.exs_evt_ahandle;
 			*(left == 1 ? &receive : &send) = e.exs_evt_errno;
 		}
-		TRY(next_event(&e));
+		TRY(next_event(queue, &e));
 		ENSURE((int)e.exs_evt_ahandle != left, "two events of call %d", left);
 		*(e.exs_evt_ahandle == 1 ? &receive : &send) = e.exs_evt_errno;
 		ENSURE(receive == 0 && send == 0, "receive: %s, send: %s", strerror(receive), strerror(send));

@@ -14,6 +14,8 @@
 #include <rdma/rdma_cma.h>
 #include <rdma/rdma_verbs.h>
 
+#include "exs_events.h"
+
 #define CREDITS 4
 #define IMMEDIATE 64
 #define RECEIVES 64
@@ -132,14 +134,7 @@ static const char *start(void)
 
 static const char *event(exs_event_t *e)
 {
-	struct timeval wait = { 10, 0 };
-	int n;
-
-	do
-		n = exs_qdequeue(queue, e, 1, &wait);
-	while (n < 0 && errno == EINTR);
-	ENSURE(n == 1, "no event: %d (%s)", n, strerror(errno));
-	return NULL;
+	return next_event(queue, e);
 }
 
 static const char *no_event(unsigned int ms)

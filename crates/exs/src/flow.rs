@@ -9,10 +9,10 @@
 //! and a receive waits in `recvs` for an advertisement. The transfer of a matched pair is called a *move*. Moves end in the
 //! order in which they began. A *persistent* send or receive stays active for any number of transfers.
 //!
-//! A receiver that waits for the next message can advertise a receive instead ([`Message::Ready`]). The sender then writes its next send into
-//! the memory of that receive and says so ([`Message::Written`]). Advertised receives are consecutive, and each gets one send. If the sender
-//! has advertised a send before it knew of a receive, or if the send does not fit, the two ends are no longer *in step*: the sender refuses all
-//! advertised receives, and they read as if they had not been advertised.
+//! A receiver that waits for the next message can advertise the memory of its receives ([`Message::Ready`]). The sender writes the data of its next
+//! send into the memory of the first of them by an RDMA Write, and reports it ([`Message::Written`]). Each advertised receive gets one send, in order.
+//! The sender refuses all advertised receives if it had already advertised its next send, or if that send is longer than the receive. Refused
+//! receives get their data by RDMA Reads. The two ends are *in step* as long as nothing was refused.
 
 use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;
@@ -221,9 +221,10 @@ struct Ahead {
     in_step: bool,
     /// The number of the peer's last message with data or an advertisement.
     last: u32,
-    /// The number of advertisements of the peer to wait for before the next receive is advertised, and what it becomes if that was in vain.
+    /// The number of sends that the peer has to advertise before this end advertises a receive again.
     pause: u32,
-    next_pause: u32,
+    /// The length of the last pause, halved for each send that the peer has written since. The next pause is twice as long.
+    last_pause: u32,
 }
 
 impl Ahead {
@@ -241,8 +242,8 @@ impl Ahead {
 
     /// Records that the peer has not used an advertised receive.
     fn slow_down(&mut self) {
-        self.next_pause = (self.next_pause * 2).clamp(MIN_PAUSE, MAX_PAUSE);
-        self.pause = self.next_pause;
+        self.last_pause = (self.last_pause * 2).clamp(MIN_PAUSE, MAX_PAUSE);
+        self.pause = self.last_pause;
     }
 }
 
@@ -380,7 +381,7 @@ impl Flow {
                 last: 0,
                 // Short messages contain their data, so it makes no sense to advertise receives for them.
                 pause: u32::from(theirs.immediate.min(ours.immediate) > 0),
-                next_pause: 0,
+                last_pause: 0,
             },
             buffer: Buffer {
                 size: if ours.stream { buffer } else { 0 },
@@ -759,7 +760,7 @@ impl Flow {
                 let recv = waiting.recv.id;
                 self.ahead.count -= 1;
                 self.ahead.last = seq;
-                self.ahead.next_pause /= 2;
+                self.ahead.last_pause /= 2;
                 self.end_ready(to);
                 // Earlier messages, which may still be read, are answered before.
                 self.begin(Move {
@@ -923,10 +924,7 @@ impl Flow {
             self.sent.remove(at);
             self.credits += 1;
         }
-        if !self.waiting_controls.is_empty() {
-            self.waiting_controls
-                .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
-        }
+        forget_cancel(&mut self.waiting_controls, seq);
     }
 
     /// Records that the peer does not use the receive that the message `seq` advertised.
@@ -1043,11 +1041,7 @@ impl Flow {
             self.controls += 1;
         } else {
             self.credits += 1;
-            // The operation has ended, so its queued cancel is removed.
-            if !self.waiting_controls.is_empty() {
-                self.waiting_controls
-                    .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
-            }
+            forget_cancel(&mut self.waiting_controls, seq);
         }
         let outcome = match status {
             Status::Done if sent.kind == Kind::Once && len < sent.len => Outcome::Truncated,
@@ -1707,6 +1701,11 @@ impl Flow {
     }
 }
 
+/// Removes a queued request to end the message `seq`, which the peer has answered.
+fn forget_cancel(controls: &mut VecDeque<(ControlKind, u32, u64)>, seq: u32) {
+    controls.retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
+}
+
 fn ack(seq: u32, len: u64, status: Status) -> Action {
     Action::Message(Message::Ack { seq, len, status }, None)
 }
@@ -2075,6 +2074,26 @@ mod tests {
             assert_eq!(flow.arrived(written(1, 1, 60), 3, &mut out), Ok(()));
             assert!(flow.arrived(bad, 4, &mut out).is_err(), "{name}");
         }
+    }
+
+    #[test]
+    fn the_last_credit_is_left_for_a_send() {
+        let hello = Hello {
+            credits: 3,
+            stream: false,
+            immediate: 0,
+            ready: true,
+            invalidates: true,
+        };
+        let mut flow = Flow::new(hello, hello, 0);
+        let mut out = Vec::new();
+        flow.send(send(1, false), &mut out);
+        flow.send(send(2, false), &mut out);
+        out.clear();
+        flow.recv(recv(3), &mut out);
+        assert_eq!(out, []);
+        flow.send(send(4, false), &mut out);
+        assert_eq!(out.len(), 1, "{out:?}");
     }
 
     #[test]
