@@ -196,7 +196,7 @@ struct Link {
     /// The longest message that is passed to the device inline.
     inline: usize,
     sends: usize,
-    backlog: VecDeque<Outgoing>,
+    backlog: VecDeque<(Message, Extras)>,
     windows: Vec<Window>,
     region: Region,
     /// The buffer of a stream for bytes that arrive before their receive. It is created when it is first needed.
@@ -205,10 +205,9 @@ struct Link {
     done: [ffi::ibv_wc; COMPLETIONS as usize],
 }
 
-/// A message to the peer.
-#[derive(Debug)]
-struct Outgoing {
-    message: Message,
+/// What belongs to a message to the peer.
+#[derive(Debug, Clone, Copy, Default)]
+struct Extras {
     /// The send whose data follows the header.
     data: Option<OpId>,
     /// The STag of a window of the peer, which the message invalidates.
@@ -1929,9 +1928,8 @@ impl Inner {
     fn message(
         &mut self,
         message: &Message,
-        data: Option<OpId>,
+        extras: Extras,
         before: Option<&mut ffi::ibv_send_wr>,
-        invalidates: Option<u32>,
     ) -> Result<(), c_int> {
         let Some(link) = &mut self.link else {
             return Err(libc::ECONNRESET);
@@ -1941,23 +1939,19 @@ impl Inner {
             if link.backlog.len() >= link.sends {
                 return Err(libc::EPROTO);
             }
-            link.backlog.push_back(Outgoing {
-                message: message.clone(),
-                data,
-                invalidates,
-            });
+            link.backlog.push_back((message.clone(), extras));
             // This request needs no buffer, and has to precede the message.
             return before.map_or(Ok(()), |first| link.post(first));
         }
-        self.post_message(message, data, before, invalidates)
+        self.post_message(message, extras, before)
     }
 
     /// Sends the messages that waited for a buffer.
     fn post_backlog(&mut self) -> Result<(), c_int> {
         while let Some(link) = self.link.as_mut().filter(|link| !link.free.is_empty())
-            && let Some(next) = link.backlog.pop_front()
+            && let Some((message, extras)) = link.backlog.pop_front()
         {
-            self.post_message(&next.message, next.data, None, next.invalidates)?;
+            self.post_message(&message, extras, None)?;
         }
         Ok(())
     }
@@ -1965,9 +1959,8 @@ impl Inner {
     fn post_message(
         &mut self,
         message: &Message,
-        data: Option<OpId>,
+        extras: Extras,
         before: Option<&mut ffi::ibv_send_wr>,
-        invalidates: Option<u32>,
     ) -> Result<(), c_int> {
         let Some(link) = &mut self.link else {
             return Err(libc::ECONNRESET);
@@ -1983,7 +1976,8 @@ impl Inner {
         let addr = buffer.as_ptr().addr() as u64;
         let mut sges = [ffi::ibv_sge::default(); 2];
         let mut count = 1;
-        let segment = data
+        let segment = extras
+            .data
             .and_then(|id| self.ops.get(id))
             .and_then(|op| op.segments.first().map(|s| (op, s)));
         let mut all = length;
@@ -2015,12 +2009,18 @@ impl Inner {
             lkey,
         };
         let sges = sges.get_mut(..count).unwrap_or(&mut []);
-        link.post_message(slot, sges, all, before, invalidates)
+        link.post_message(slot, sges, all, before, extras.invalidates)
     }
 
     fn act(&mut self, action: &Action) -> Result<(), c_int> {
         match *action {
-            Action::Message(ref message, data) => self.message(message, data, None, None),
+            Action::Message(ref message, data) => {
+                let extras = Extras {
+                    data,
+                    ..Extras::default()
+                };
+                self.message(message, extras, None)
+            }
             Action::Ready { ref message, recv } => self.advertise(message, recv),
             Action::Unbind(ready) => self.link.as_ref().map_or(Ok(()), |link| link.unbind(ready)),
             Action::Put {
@@ -2040,7 +2040,11 @@ impl Inner {
                 // The answer to the message shows that the Write has completed. If the Write fails, it has a completion in any case.
                 let mut write = request(PUT, ffi::IBV_WR_RDMA_WRITE, &mut sge, to_memory, 0);
                 DIRECT.fetch_add(u64::from(to.len), Relaxed);
-                self.message(message, None, Some(&mut write), window.then_some(to.stag))
+                let extras = Extras {
+                    invalidates: window.then_some(to.stag),
+                    ..Extras::default()
+                };
+                self.message(message, extras, Some(&mut write))
             }
             Action::Release(slot) => self.link.as_mut().map_or(Ok(()), |link| link.release(slot)),
             Action::Read {
@@ -2186,7 +2190,7 @@ impl Inner {
             window: true,
         } = message
         else {
-            return self.message(message, None, None, None);
+            return self.message(message, Extras::default(), None);
         };
         let mr = self.ops.get(recv).and_then(|op| op.mr).ok_or(libc::EIO)?;
         let link = self.link.as_mut().ok_or(libc::EIO)?;
@@ -2217,7 +2221,7 @@ impl Inner {
             acks,
             window: true,
         };
-        self.message(&message, None, Some(&mut bind), None)?;
+        self.message(&message, Extras::default(), Some(&mut bind))?;
         // Drivers of libibverbs pass this key to the device at the next binding, as the one that is replaced.
         // SAFETY: the link owns the window.
         unsafe { (*mw.0).rkey = rkey };
