@@ -1331,7 +1331,7 @@ static const char *writes_to_the_dead(size_t arg)
 	return "writes to a program that has ended succeed for a second";
 }
 
-enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22 };
+enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22, LATE = 1 << 23 };
 
 /*
  * All data that the peer's process sent before it ended can be read. The peer makes the connection itself, because a process that has only
@@ -1370,7 +1370,8 @@ static const char *reads_from_the_dead(size_t how)
 	keep_fd(p.b);
 	TRY(takes(p.b, "hi"));
 	TRY(text(p.b, "ho"));
-	sleep_ms(100);
+	/* A busy program may read more than a second after the peer's last write. */
+	sleep_ms(how & LATE ? 1500 : 100);
 	/* FIONREAD makes the library count these bytes. Reads of the lengths below then permit the peer twice to send more. */
 	ENSURE(!ioctl(p.b, FIONREAD, &waiting), "FIONREAD: %s", strerror(errno));
 	while ((n = read(p.b, block, got ? 4096 : 8190)) > 0) {
@@ -1383,6 +1384,50 @@ static const char *reads_from_the_dead(size_t how)
 		ENSURE(n == 0, "after %zu bytes: %s", got, strerror(errno));
 	ENSURE(got == total, "%zu of %zu bytes", got, total);
 	ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
+	return NULL;
+}
+
+/* Uses a stream without end: each call locks it for a short time. */
+static void *asks(void *p)
+{
+	int waiting;
+
+	for (;;)
+		ioctl(*(int *)p, FIONREAD, &waiting);
+	return NULL;
+}
+
+/* The last bytes of a process are sent although another of its threads uses the stream at the moment it ends. */
+static const char *ends_while_used(size_t arg)
+{
+	pthread_t thread;
+	struct sockaddr_in at;
+	struct pair p;
+	pid_t child;
+	int listener;
+
+	(void)arg;
+	TRY(listens(&listener, &at, 0, 1));
+	for (int i = 0; i < 100; i++) {
+		child = fork();
+		ENSURE(child >= 0, "fork: %s", strerror(errno));
+		if (!child) {
+			p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+			if (connect(p.a, (struct sockaddr *)&at, sizeof at) || text(p.a, "hi") || takes(p.a, "ho") || cork(p.a, 1) ||
+			    pthread_create(&thread, NULL, asks, &p.a))
+				_exit(1);
+			usleep(100);
+			_exit(text(p.a, "last") != NULL);
+		}
+		p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+		ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+		keep_fd(p.b);
+		TRY(takes(p.b, "hi"));
+		TRY(text(p.b, "ho"));
+		TRY(takes(p.b, "last"));
+		close(p.b);
+		ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
+	}
 	return NULL;
 }
 
@@ -2749,6 +2794,8 @@ static const struct test tests[] = {
 	{ "reads_from_the_dead", reads_from_the_dead, 16382, 0, false },
 	{ "reads_from_the_closed", reads_from_the_dead, 16382 | CLOSES, 0, false },
 	{ "reads_small_from_the_dead", reads_from_the_dead, 16000 | SMALL, 0, false },
+	{ "reads_late_from_the_dead", reads_from_the_dead, 16000 | SMALL | LATE, 0, false },
+	{ "ends_while_used", ends_while_used, 0, 0, false },
 	{ "reads_small_from_the_closed", reads_from_the_dead, 16000 | SMALL | CLOSES, 0, false },
 	{ "reads_from_the_reset", reads_from_the_dead, 16382 | RESETS, 0, false },
 	{ "reads_more_from_the_dead", reads_from_the_dead, 200000, 0, false },

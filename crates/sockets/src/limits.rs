@@ -26,7 +26,7 @@ pub const LONG_SLABS_KEPT: usize = 8;
 /// Bytes that a wait receives for a stream when the pool is used up: enough for a head, so that the program learns of the message.
 pub const POOL_EMPTY: usize = 64;
 /// Milliseconds after which a program that closes a stream or ends no longer waits for the peer's MPA Reply. This is less than
-/// [`EXIT_WAIT`].
+/// [`EXIT_STREAMS`].
 pub const EARLY: u64 = 500;
 
 /// Bytes that a stream may send before the peer's MPA Reply: the smallest window of a peer.
@@ -104,8 +104,14 @@ pub const UNREAD: u64 = 4;
 pub const DRAINS: usize = 1024;
 /// Milliseconds between two checks, when the process exits, of whether the peer has acknowledged the sent bytes.
 pub const EXIT_TICK: i32 = 1;
-/// Milliseconds that an exiting process waits for its streams.
+/// Milliseconds that an exiting process waits for the peers to acknowledge its reliable datagrams. Whether a peer still exists is not known.
 pub const EXIT_WAIT: i32 = 1000;
+/// Milliseconds that an exiting process waits for its streams, as long as for those that it has closed. It waits only for peers whose
+/// receive buffers are full, and with kernel TCP such a peer would get all bytes.
+pub const EXIT_STREAMS: u64 = DRAIN;
+/// Milliseconds that an exiting process waits for another thread that uses a stream, such as the worker. In a signal handler, the interrupted
+/// call may hold the stream, so the process does not wait longer.
+pub const EXIT_LOCK: u64 = 100;
 /// The lowest number of the library's own descriptors. Lower numbers stay free for programs that use
 /// `select`.
 pub const OWN_FROM: i32 = 1000;

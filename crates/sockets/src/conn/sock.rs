@@ -715,7 +715,7 @@ impl Sock {
 
     /// Sends corked bytes if this process uses the stream.
     pub fn uncork_now(&self, fd: c_int) {
-        self.with_free(|stream| {
+        self.with_free(Duration::ZERO, |stream| {
             if stream.is_corked() {
                 stream.uncork(fd);
             }
@@ -724,7 +724,7 @@ impl Sock {
 
     /// Sends what this process has written, before it executes another program.
     pub fn before_exec(&self, fd: c_int) {
-        self.with_free(|stream| {
+        self.with_free(Duration::from_millis(limits::EXIT_LOCK), |stream| {
             if stream.is_corked() {
                 stream.uncork(fd);
             }
@@ -736,13 +736,16 @@ impl Sock {
     /// other threads must not use it any more.
     pub fn end(&self, fd: c_int, until: Instant) {
         let is_alone = !self.forked.load(Ordering::Acquire);
-        let inner = self.with_free(|stream| stream.end(fd, until, is_alone));
+        let patience = Duration::from_millis(limits::EXIT_LOCK);
+        let inner = self.with_free(patience, |stream| stream.end(fd, until, is_alone));
         let _locked = std::mem::ManuallyDrop::new(inner);
     }
 
-    /// Calls `f` with the stream if this process uses it and no other thread does at the moment. Returns the lock of the stream.
+    /// Calls `f` with the stream if this process uses it and no other thread does, or stops doing so within `patience`. Returns the lock of
+    /// the stream.
     fn with_free(
         &self,
+        patience: Duration,
         f: impl FnOnce(&mut Stream),
     ) -> Option<MutexGuard<'_, Option<Box<Stream>>>> {
         let is_here = |word: &AtomicU32| word.load(Ordering::Acquire) == crate::owner::me();
@@ -754,7 +757,17 @@ impl Sock {
         let may_use = self.mode() == Mode::Up
             && !self.is_lost()
             && (!self.forked.load(Ordering::Acquire) || is_used_here());
-        let mut inner = may_use.then(|| self.inner.try_lock()).flatten()?;
+        if !may_use {
+            return None;
+        }
+        let until = Instant::now() + patience;
+        let mut inner = loop {
+            match self.inner.try_lock() {
+                Some(inner) => break inner,
+                None if Instant::now() >= until => return None,
+                None => std::thread::sleep(Duration::from_millis(limits::EXIT_TICK as u64)),
+            }
+        };
         f(inner.as_mut()?);
         Some(inner)
     }

@@ -1036,7 +1036,7 @@ pub unsafe extern "C-unwind" fn fexecve(
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn _exit(status: c_int) -> ! {
     if !owner::is_visitor() {
-        let until = Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64);
+        let until = Instant::now() + Duration::from_millis(limits::EXIT_STREAMS);
         worker::finish(until);
         if LIVE.load(Ordering::Relaxed) > 0 {
             table::for_each(|fd, entry| {
