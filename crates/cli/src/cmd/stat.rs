@@ -292,7 +292,8 @@ fn each(line: &Line, a: &str, b: &str) -> String {
 
 fn table(head: &str, lines: &[Line], interval: Option<Duration>) -> String {
     let pairs = lines.iter().filter(|line| line.kind != WORKER).count();
-    let mut text = format!("{head}, {pairs} queue pairs");
+    let plural = if pairs == 1 { "" } else { "s" };
+    let mut text = format!("{head}, {pairs} queue pair{plural}");
     if let Some(interval) = interval {
         let _ = write!(text, ", in {} s", interval.as_secs_f64());
     }
