@@ -316,7 +316,11 @@ impl Endpoint {
         if !self.links.enabled || self.links.closing || peer == self.name {
             return;
         }
-        if self.links.counts.len() >= limits::COUNTED && !self.links.counts.contains_key(&peer) {
+        // A link is offered only to peers of the address vector. Strangers must not take the places of those.
+        if !self.links.counts.contains_key(&peer)
+            && (self.links.counts.len() >= limits::COUNTED
+                || self.source(cx, peer) == FI_ADDR_NOTAVAIL)
+        {
             return;
         }
         let count = self.links.counts.entry(peer).or_default();
