@@ -234,6 +234,18 @@ pub const RD_WAITING_PEER: usize = 16 << 20;
 /// See [`RD_WAITING_PEER`].
 pub const RD_WAITING: usize = 64 << 20;
 
+/// Bytes of answers to reliable peers that are sent and not acknowledged, in units of [`RD_ANSWER_UNIT`]. A network may not have more
+/// than are free, so that one network can use half. A peer for whose next answer there is no room is asked from time to time, and gets it later.
+pub const RD_ANSWER_BYTES: usize = 256 << 20;
+/// The unit in which these bytes are counted. The first [`RD_ANSWER_FREE`] bytes to each peer are not counted, so that short answers need
+/// no accounting.
+pub const RD_ANSWER_UNIT: usize = 64 << 10;
+/// See [`RD_ANSWER_UNIT`].
+pub const RD_ANSWER_FREE: usize = 4 << 10;
+/// Bytes to one reliable peer that are not acknowledged completely: twice its largest window, so that a lost packet does not stop the
+/// others while it is sent again.
+pub const RD_SENT_PEER: u64 = 2 * DATAGRAM_WINDOW_MAX as u64;
+
 /// Queued answers to one reliable peer: twice the Reads and atomics that it may have outstanding.
 pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
 /// Queued answers to all reliable peers. Beyond this number, each peer may have four queued answers.

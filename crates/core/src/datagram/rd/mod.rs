@@ -141,6 +141,8 @@ struct PeerState {
     /// last proof.
     is_proven: bool,
     proven_at: u32,
+    /// Whether a new proof is requested, although the last one is still valid: packets to the peer contain the new `nonce`.
+    is_renewing: bool,
     /// Bytes that may be sent to the peer until it has shown that it receives at its address.
     credit: u32,
     /// Number of the next packet to the peer.
@@ -205,7 +207,17 @@ impl PeerState {
     fn require_new_proof(&mut self, secret: &Secret, peer: &Peer, now: Duration) {
         self.nonce = secret.nonce(peer, now);
         self.is_proven = false;
+        self.is_renewing = false;
         self.credit = 0;
+    }
+
+    /// Removes the sender, with everything that is under way to the peer.
+    fn take_sender(&mut self, shares: &mut Shares, peer: &Peer) -> Option<Box<Sender>> {
+        let tx = self.tx.take()?;
+        if tx.counted() > 0 {
+            shares.change_answers(peer, tx.counted(), 0);
+        }
+        Some(tx)
     }
 
     /// Returns the sender, which is created if needed.
@@ -218,6 +230,7 @@ impl PeerState {
     /// Records that the peer receives at its address.
     fn prove(&mut self, now: Duration) {
         self.is_proven = true;
+        self.is_renewing = false;
         self.proven_at = second(now);
     }
 
@@ -345,7 +358,7 @@ impl Reliable {
     /// of `failed`.
     pub(super) fn abandon(&mut self, failed: impl Iterator<Item = Peer>, now: Duration) {
         for (peer, state) in &mut self.peers {
-            let tx = state.tx.take();
+            let tx = state.take_sender(&mut self.shares, peer);
             state.timer = None;
             state.unheard = true;
             if tx.is_some_and(|tx| tx.has_answers()) {
@@ -370,7 +383,7 @@ impl Reliable {
     /// Begins a new session with a peer, because this end has dropped something that the peer relies on.
     pub(super) fn begin_session(&mut self, peer: &Peer, now: Duration) {
         if let Some(state) = self.peers.get_mut(peer) {
-            state.tx = None;
+            state.take_sender(&mut self.shares, peer);
             state.begin_session(&self.secret, &mut self.shares, peer, now);
             self.events.push_back(Event::Skipped(*peer, u64::MAX));
         }
@@ -410,6 +423,10 @@ impl Reliable {
         let charged = self.shares.waiting();
         assert!(held <= charged, "{held} bytes wait, {charged} are charged");
         assert!(charged <= bounds::RD_WAITING, "{charged} bytes are charged");
+        let senders = || self.peers.values().filter_map(|state| state.tx.as_ref());
+        let counted: usize = senders().map(|tx| tx.counted()).sum();
+        let anew: usize = senders().map(|tx| tx.counted_anew()).sum();
+        assert_eq!((counted, anew), (self.shares.answers(), counted));
         assert!(self.shares.is_consistent(), "{:?}", self.shares);
     }
 
@@ -432,6 +449,8 @@ const IDLE: Duration = Duration::from_secs(60);
 const YOUNG: Duration = Duration::from_secs(50);
 /// How long a proof of an address is valid, seconds.
 const PROOF: u32 = 60;
+/// How many seconds before its end a new one is requested, so that packets under way need not wait for it.
+const RENEWAL: u32 = 10;
 /// An unproven address gets at most this multiple of the bytes that came from it.
 const AMPLIFICATION: usize = 3;
 /// Bytes reserved for packets without data.

@@ -44,6 +44,7 @@ impl Reliable {
             instance: 0,
             nonce: 0,
             is_proven: true,
+            is_renewing: false,
             proven_at: second(now),
             credit: 0,
             // The number is above 2^32, so that truncated numbers of earlier packets can be expanded too.
@@ -103,6 +104,7 @@ impl Reliable {
                 if let Some(rx) = s.rx.take() {
                     shares.change(peer, rx.held(), 0);
                 }
+                s.take_sender(shares, peer);
                 shares.leave(peer);
                 if s.expected.is_some() {
                     // The rest of its incomplete messages will not arrive.

@@ -13,7 +13,9 @@ use super::numbers::{expand, micros};
 use super::receiver::{Arrived, Receiver};
 use super::shares::Shares;
 use super::timers::{enqueue, watch};
-use super::{AMPLIFICATION, Event, IDLE, PROOF, PeerState, Reliable, RxOutcome, receiver, second};
+use super::{
+    AMPLIFICATION, Event, IDLE, PROOF, PeerState, RENEWAL, Reliable, RxOutcome, receiver, second,
+};
 use crate::bounds;
 use crate::datagram::cookie::Secret;
 use crate::datagram::flow::charge;
@@ -104,9 +106,10 @@ impl Reliable {
         let Some(rx) = state.rx.as_deref_mut() else {
             return;
         };
+        // Also if there is no memory for the datagram: the peer sends it again, and must not count as one that does not acknowledge.
+        rx.blocked_on = Some(want);
+        rx.due = true;
         if keep(&mut self.shares, peer, rx, seq, data) {
-            rx.blocked_on = Some(want);
-            rx.due = true;
             self.search_at.get_or_insert(state.used + IDLE);
         }
         if state.waiting_in & want.bit() == 0 && self.blocked.of(want).len() < bounds::RD_PEERS {
@@ -139,6 +142,8 @@ impl Reliable {
             return false;
         }
         rx.refuse(why as u8);
+        // It may have waited for a resource before. Peers that wait for that resource do not wait for this one.
+        rx.blocked_on = None;
         rx.due = true;
         self.enqueue(*peer);
         true
@@ -166,7 +171,7 @@ impl Reliable {
     /// Whether packets of a peer wait for a resource.
     pub(in crate::datagram) fn is_blocked(&self, peer: &Peer, want: Resource) -> bool {
         let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
-        rx.is_some_and(|rx| rx.blocked_on == Some(want))
+        rx.is_some_and(|rx| rx.blocked_on == Some(want) && rx.has_kept())
     }
 
     /// Whether packet `seq` of a peer waits.
@@ -206,14 +211,16 @@ impl RxContext<'_> {
     ) -> RxOutcome {
         state.update_from(packet, now);
         state.unheard = false;
-        if !state.is_proven && packet.time_echo == state.nonce {
+        let is_wanted = !state.is_proven || state.is_renewing;
+        if is_wanted && packet.time_echo == state.nonce {
             state.prove(now);
         }
-        if state.is_proven
-            && second(now).saturating_sub(state.proven_at) >= PROOF
-            && !state.has_under_way()
-        {
+        let age = second(now).saturating_sub(state.proven_at);
+        if state.is_proven && age >= PROOF {
             state.require_new_proof(&self.secret, peer, now);
+        } else if state.is_proven && !state.is_renewing && age >= PROOF - RENEWAL {
+            state.nonce = self.secret.nonce(peer, now);
+            state.is_renewing = true;
         }
         if !state.is_proven {
             let len =
@@ -255,21 +262,18 @@ impl RxContext<'_> {
                 _ => events.push_back(Event::Done(tag, tag)),
             },
         );
-        tx.blocked_on = match (packet.not_ready, tx.blocked_on) {
-            (true, None) => Some(now),
-            (true, since) => since,
-            (false, _) => None,
-        };
+        tx.note_blocked(packet.not_ready, now);
         if packet.refused != 0
             && let Some((tag, id, end)) = ack.and_then(|ack| tx.message_at(ack))
         {
             // The packets of the refused message are not sent again. The base in the next packet tells the peer to
             // skip them.
-            tx.skip(end);
+            tx.skip(end, now);
             state.ask = true;
             let status = Status::from_number(packet.refused).unwrap_or(Status::General);
             self.events.push_back(Event::Failed(*peer, tag, id, status));
         }
+        tx.count(self.shares, peer);
         watch(self.timers, peer, state);
         enqueue(self.queued, peer, state);
     }

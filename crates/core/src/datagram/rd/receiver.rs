@@ -10,8 +10,8 @@ use std::time::Duration;
 use crate::datagram::types::Resource;
 use crate::wire::rd::{RUNS, Runs};
 
-/// Packets whose number is this far or further ahead of the first missing one are ignored.
-const AHEAD: u64 = 1 << 16;
+/// Packets whose number is this far or further ahead of the first missing one are ignored, and not sent.
+pub(super) const AHEAD: u64 = 1 << 16;
 
 /// Memory that a waiting packet uses besides its bytes. A run of consecutive packet numbers uses [`RUN`]. Both are one entry's part of a
 /// `BTreeMap` node that is filled as little as possible (5 of 11 entries), plus the overhead of the allocator.

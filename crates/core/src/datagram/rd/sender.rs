@@ -4,16 +4,19 @@
 //! are detected as in RFC 8985 (RACK): a packet is lost if a packet has arrived that was sent sufficiently
 //! later (by time, or by `OVERTAKEN` transmissions). If no acknowledgement arrives at all, a probe is sent.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::ack::{ACK_EACH, ACK_MOST};
 use super::congestion::{Acked, Congestion};
 use super::numbers::{expand as expand_near, micros};
+use super::receiver::AHEAD;
+use super::shares::Shares;
+use crate::bounds;
 use crate::datagram::flow::charge;
 use crate::datagram::outgoing::ANSWER;
-use crate::datagram::types::Tag;
+use crate::datagram::types::{Peer, Tag};
 use smallvec::SmallVec;
 
 use crate::wire::dgram::{self, CRC};
@@ -72,6 +75,11 @@ struct Sample {
 }
 
 impl Sent {
+    /// Whether the packet belongs to an answer.
+    fn is_answer(&self) -> bool {
+        self.tag.is_some_and(|tag| tag & ANSWER != 0)
+    }
+
     /// The datagram in the packet.
     fn data(&self) -> &[u8] {
         let end = self.packet.len().saturating_sub(CRC);
@@ -91,8 +99,14 @@ pub(super) struct Sender {
     lost: usize,
     /// No packet before this number is lost.
     lost_from: u64,
-    /// The ranges of packet numbers beyond the first missing packet that the peer has reported as arrived.
-    reported: SmallVec<[(u64, u64); 16]>,
+    /// All ranges of packet numbers beyond the first missing packet that the peer has reported as arrived: the start of each, and its end.
+    /// They do not overlap, and a packet in them is never looked at again.
+    reported: BTreeMap<u64, u64>,
+    /// The bytes of all packets in `sent`, and those of answers.
+    bytes: u64,
+    answer_bytes: usize,
+    /// The bytes that `Shares` counts for the answers.
+    counted: usize,
     /// The size of the peer's socket buffer, in the unit of [`charge`].
     room: u64,
     order: u64,
@@ -111,8 +125,12 @@ pub(super) struct Sender {
     pub(super) deadline: Option<Duration>,
     /// When the peer's last datagram arrived, or the first probe was sent.
     pub(super) silent_since: Duration,
+    /// When a packet was last acknowledged, or became the only one.
+    progress_at: Duration,
     /// Since when the peer reports that it lacks a receive, or another resource for the next packet.
     pub(super) blocked_on: Option<Duration>,
+    /// When it has first reported this since the last packet was acknowledged.
+    first_blocked: Option<Duration>,
     /// Packets since the last one that requested an acknowledgement.
     unasked: u32,
 }
@@ -132,7 +150,10 @@ impl Sender {
             charge: 0,
             lost: 0,
             lost_from: next,
-            reported: SmallVec::new(),
+            reported: BTreeMap::new(),
+            bytes: 0,
+            answer_bytes: 0,
+            counted: 0,
             room: room.into(),
             order: 0,
             transmissions: VecDeque::new(),
@@ -143,7 +164,9 @@ impl Sender {
             probes: 0,
             deadline: None,
             silent_since: now,
+            progress_at: now,
             blocked_on: None,
+            first_blocked: None,
             unasked: 0,
         }
     }
@@ -197,11 +220,64 @@ impl Sender {
     pub(super) fn has_window(&mut self, cc: &Congestion) -> bool {
         let open = self.lost == 0
             && self.room > 0
+            // A peer that acknowledges all packets but the first would otherwise make this end keep any number of them.
+            && (self.sent.len() as u64) < AHEAD
+            && self.bytes < bounds::RD_SENT_PEER
             && (self.flying == 0 || (self.flying < cc.window() && self.charge < self.room));
         if !open {
             self.app_limited = false;
         }
         open
+    }
+
+    /// Whether there is memory for an answer of `len` more bytes to a peer, to which `this` is under way.
+    pub(super) fn may_keep_answer(
+        this: Option<&Self>,
+        shares: &Shares,
+        peer: &Peer,
+        len: usize,
+    ) -> bool {
+        let (bytes, counted) = this.map_or((0, 0), |tx| (tx.answer_bytes, tx.counted));
+        let wanted = counted_for(bytes + len);
+        wanted <= counted || shares.has_room_for_answer(peer, wanted - counted)
+    }
+
+    /// Counts the memory of the answers under way. Called after packets were added or removed.
+    pub(super) fn count(&mut self, shares: &mut Shares, peer: &Peer) {
+        let wanted = counted_for(self.answer_bytes);
+        if wanted != self.counted {
+            shares.change_answers(peer, self.counted, wanted);
+            self.counted = wanted;
+        }
+    }
+
+    /// The bytes that are counted for the answers under way.
+    pub(super) fn counted(&self) -> usize {
+        self.counted
+    }
+
+    /// The bytes of the answers under way, counted anew.
+    pub(super) fn counted_anew(&self) -> usize {
+        let answers = self.sent.iter().filter(|s| s.is_answer());
+        counted_for(answers.map(|s| s.packet.len()).sum())
+    }
+
+    /// Whether the peer has not acknowledged any packet for the time `most`, although it answers and does not lack a resource.
+    pub(super) fn is_stuck(&self, now: Duration, most: Duration) -> bool {
+        !self.sent.is_empty()
+            && self.blocked_on.is_none()
+            && now.saturating_sub(self.progress_at) >= most
+    }
+
+    /// Records whether the peer lacks a resource for the next packet.
+    pub(super) fn note_blocked(&mut self, is_blocked: bool, now: Duration) {
+        // A peer that says the opposite now and then, and acknowledges nothing, must not begin its time anew.
+        self.blocked_on = is_blocked.then(|| *self.first_blocked.get_or_insert(now));
+    }
+
+    fn progressed(&mut self, now: Duration) {
+        self.progress_at = now;
+        self.first_blocked = None;
     }
 
     /// Counts a new packet of `len` bytes. `alone`: no other packet follows at once. Returns whether the packet should request
@@ -218,6 +294,7 @@ impl Sender {
         if self.sent.is_empty() {
             // Nothing was under way, so the silence of the peer is measured from now.
             self.silent_since = now;
+            self.progressed(now);
             self.delivered_at = now;
             self.newest_at = now;
             self.app_limited = true;
@@ -270,7 +347,7 @@ impl Sender {
         // Packets that are sent at the same time share the deadline.
         let is_more = self.sent.back().is_some_and(|s| s.at == now) && self.deadline.is_some();
         self.transmissions.push_back((self.order, seq));
-        self.sent.push_back(Sent {
+        let sent = Sent {
             packet,
             tag,
             last,
@@ -282,7 +359,12 @@ impl Sender {
             delivered: self.delivered,
             delivered_at: self.delivered_at,
             before: self.newest_at,
-        });
+        };
+        self.bytes += sent.packet.len() as u64;
+        if sent.is_answer() {
+            self.answer_bytes += sent.packet.len();
+        }
+        self.sent.push_back(sent);
         if !is_more {
             self.arm(now, cc);
         }
@@ -344,6 +426,10 @@ impl Sender {
             let Some(mut s) = self.sent.pop_front() else {
                 break;
             };
+            self.bytes -= s.packet.len() as u64;
+            if s.is_answer() {
+                self.answer_bytes -= s.packet.len();
+            }
             arrived(&mut s, &mut self.flying, &mut self.charge, &mut self.lost);
             self.first += 1;
             moved = true;
@@ -354,20 +440,24 @@ impl Sender {
                 spare.push(s.packet);
             }
         }
-        let reported = std::mem::take(&mut self.reported);
+        while let Some(range) = self.reported.first_entry()
+            && *range.key() < self.first
+        {
+            let stop = range.remove();
+            if stop > self.first {
+                self.reported.insert(self.first, stop);
+            }
+        }
         for (start, stop) in runs {
             let (start, stop) = (expand(*start).max(self.first), expand(*stop).min(end));
-            if start >= stop {
-                continue;
-            }
-            self.reported.push((start, stop));
-            // Ranges of an earlier report were handled already.
-            let known = reported.iter().find(|(from, _)| *from == start);
-            let start = known.map_or(start, |(_, to)| (*to).min(stop));
-            let from = usize::try_from(start - self.first).unwrap_or(usize::MAX);
-            let many = usize::try_from(stop - start).unwrap_or(0);
-            for s in self.sent.iter_mut().skip(from).take(many) {
-                arrived(s, &mut self.flying, &mut self.charge, &mut self.lost);
+            for (start, stop) in add_range(&mut self.reported, start, stop) {
+                let from = usize::try_from(start - self.first).unwrap_or(usize::MAX);
+                let many = usize::try_from(stop - start).unwrap_or(0);
+                // `VecDeque::range_mut` goes to the first element at once.
+                let last = from.saturating_add(many).min(self.sent.len());
+                for s in self.sent.range_mut(from.min(last)..last) {
+                    arrived(s, &mut self.flying, &mut self.charge, &mut self.lost);
+                }
             }
         }
         let new = acked.bytes > 0 || moved;
@@ -375,6 +465,7 @@ impl Sender {
             self.delivered += acked.bytes;
             self.delivered_at = now;
             self.probes = 0;
+            self.progressed(now);
         }
         if let Some(newest) = newest {
             if !runs.is_empty() {
@@ -453,8 +544,7 @@ impl Sender {
 
     /// Whether packets of answers are not acknowledged yet.
     pub(super) fn has_answers(&self) -> bool {
-        let is_answer = |tag: Tag| tag & ANSWER != 0;
-        self.sent.iter().any(|s| s.tag.is_some_and(is_answer))
+        self.sent.iter().any(Sent::is_answer)
     }
 
     /// Marks all packets to be sent again, because the peer has forgotten this queue pair and has none of them.
@@ -568,11 +658,16 @@ impl Sender {
     }
 
     /// Drops the packets before `to`, even those that have not arrived.
-    pub(super) fn skip(&mut self, to: u64) {
+    pub(super) fn skip(&mut self, to: u64, now: Duration) {
+        self.progressed(now);
         while self.first < to {
             let Some(s) = self.sent.pop_front() else {
                 break;
             };
+            self.bytes -= s.packet.len() as u64;
+            if s.is_answer() {
+                self.answer_bytes -= s.packet.len();
+            }
             match s.state {
                 State::UnderWay => {
                     self.flying -= s.packet.len() as u64;
@@ -589,6 +684,42 @@ impl Sender {
     }
 }
 
+/// Returns the bytes that are counted for answers of `bytes`.
+fn counted_for(bytes: usize) -> usize {
+    if bytes <= bounds::RD_ANSWER_FREE {
+        0
+    } else {
+        bytes.next_multiple_of(bounds::RD_ANSWER_UNIT)
+    }
+}
+
+/// Adds a range to `all`, which has the start and the end of each range. Returns the parts of the range that were not in `all`. Each
+/// number is returned once, and each range of `all` is removed once, so a peer cannot make this slow by ranges that overlap.
+fn add_range(all: &mut BTreeMap<u64, u64>, start: u64, stop: u64) -> SmallVec<[(u64, u64); 2]> {
+    let mut new = SmallVec::new();
+    if start >= stop {
+        return new;
+    }
+    let (mut from, mut to, mut at) = (start, stop, start);
+    if let Some((before, end)) = all.range(..start).next_back()
+        && *end >= start
+    {
+        (from, to, at) = (*before, stop.max(*end), *end);
+    }
+    while let Some((next, end)) = all.range(start..=stop).next().map(|(s, e)| (*s, *e)) {
+        if at < next {
+            new.push((at, next));
+        }
+        (at, to) = (at.max(end), to.max(end));
+        all.remove(&next);
+    }
+    if at < stop {
+        new.push((at, stop));
+    }
+    all.insert(from, to);
+    new
+}
+
 /// A packet counts as lost if a packet that was sent this many transmissions later has arrived, even if both
 /// were sent at nearly the same time.
 const OVERTAKEN: u64 = 16;
@@ -598,3 +729,36 @@ pub(super) const SPARE: usize = 256;
 pub(super) const CLOSED: Duration = Duration::from_millis(50);
 /// The longest time between two probes.
 const MAX_PROBE_TIMEOUT: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Comparison with a plain set of numbers. The ranges come from a small deterministic generator.
+    #[test]
+    fn each_number_of_a_range_is_new_once() {
+        let mut n = 1_u32;
+        let mut next = move |below: u32| {
+            n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            u64::from((n >> 8) % below)
+        };
+        for _ in 0..300 {
+            let (mut all, mut model) = (BTreeMap::new(), [false; 100]);
+            for _ in 0..60 {
+                let (start, stop) = (next(100), next(101));
+                let mut expected = Vec::new();
+                for at in start..stop {
+                    if !std::mem::replace(&mut model[at as usize], true) {
+                        expected.push(at);
+                    }
+                }
+                let new = add_range(&mut all, start, stop);
+                let new: Vec<u64> = new.iter().flat_map(|(a, b)| *a..*b).collect();
+                assert_eq!(new, expected);
+                let ranges: Vec<_> = all.iter().collect();
+                assert!(ranges.windows(2).all(|w| w[0].1 < w[1].0), "{ranges:?}");
+                assert!(ranges.iter().all(|(a, b)| a < b));
+            }
+        }
+    }
+}

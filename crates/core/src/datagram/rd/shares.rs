@@ -16,6 +16,8 @@ struct Share {
     peers: u32,
     /// At most [`bounds::RD_WAITING`].
     waiting: u32,
+    /// Bytes of answers under way, at most [`bounds::RD_ANSWER_BYTES`].
+    answers: u32,
 }
 
 /// The use of peer entries and of memory for waiting packets by hosts and networks.
@@ -25,6 +27,7 @@ pub(super) struct Shares {
     networks: Table<IpAddr, Share>,
     peers: usize,
     waiting: usize,
+    answers: usize,
 }
 
 /// Returns the prefix of the host that an address belongs to (32 or 64 bits), with the other bits cleared. One host can have all IPv6
@@ -113,6 +116,28 @@ impl Shares {
         self.waiting = self.waiting + after - before;
     }
 
+    /// Whether `more` bytes of answers to a peer may be under way.
+    pub(super) fn has_room_for_answer(&self, peer: &Peer, more: usize) -> bool {
+        let left = bounds::RD_ANSWER_BYTES.saturating_sub(self.answers);
+        let (_, network) = prefixes(peer);
+        let share = self.networks.get(&network);
+        share.map_or(0, |s| s.answers as usize) + more <= left
+    }
+
+    /// Updates the bytes of answers under way to a peer from `before` to `after`.
+    pub(super) fn change_answers(&mut self, peer: &Peer, before: usize, after: usize) {
+        let (_, network) = prefixes(peer);
+        if let Some(share) = self.networks.get_mut(&network) {
+            share.answers = share.answers + after as u32 - before as u32;
+        }
+        self.answers = self.answers + after - before;
+    }
+
+    /// The bytes of answers under way to all peers.
+    pub(super) fn answers(&self) -> usize {
+        self.answers
+    }
+
     /// The waiting bytes of all peers.
     pub(super) fn waiting(&self) -> usize {
         self.waiting
@@ -129,6 +154,7 @@ impl Shares {
         sum(&self.hosts, |s| s.peers) == self.peers
             && sum(&self.networks, |s| s.peers) == self.peers
             && sum(&self.networks, |s| s.waiting) == self.waiting
+            && sum(&self.networks, |s| s.answers) == self.answers
     }
 
     /// Frees memory of the tables that is not needed any more.
@@ -143,6 +169,8 @@ impl Shares {
     /// Whether no host uses anything.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.hosts.is_empty() && self.networks.is_empty() && self.waiting + self.peers == 0
+        self.hosts.is_empty()
+            && self.networks.is_empty()
+            && self.waiting + self.peers + self.answers == 0
     }
 }

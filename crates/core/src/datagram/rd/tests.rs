@@ -140,7 +140,7 @@ fn a_peer_that_sends_is_not_forgotten_and_its_window_is_updated() {
 fn numbers_continue_after_a_peer_was_forgotten() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let at = Duration::from_secs;
-    assert!(!rd.may_send(&peer(), IpFields::default(), 50, at(1)));
+    assert!(!rd.may_send(&peer(), IpFields::default(), 50, false, at(1)));
     let first = rd.peers[&peer()].next;
     let token = rd.peers[&peer()].token;
     let (hello, _) = crate::wire::rd::parse(&rd.poll(at(1)).unwrap().2).unwrap();
@@ -152,7 +152,7 @@ fn numbers_continue_after_a_peer_was_forgotten() {
     };
     rd.handle(&peer(), &arrival(&peer()), &packet, None, at(1));
     for n in 0..5 {
-        assert!(rd.may_send(&peer(), IpFields::default(), 50, at(1)));
+        assert!(rd.may_send(&peer(), IpFields::default(), 50, false, at(1)));
         let packet = vec![0; Packet::LEN + 50];
         assert!(rd.push(&peer(), packet, whole(n), at(1)).is_some());
     }
@@ -164,7 +164,7 @@ fn numbers_continue_after_a_peer_was_forgotten() {
     assert_eq!(rd.peers(), 1);
     rd.forget_idle(at(100));
     assert_eq!(rd.peers(), 0);
-    rd.may_send(&peer(), IpFields::default(), 50, at(100));
+    rd.may_send(&peer(), IpFields::default(), 50, false, at(100));
     assert_eq!(rd.peers[&peer()].next, first + 5);
 }
 
@@ -504,11 +504,11 @@ impl Two {
     fn sends(&mut self, from: usize, tag: Tag) {
         let peer = Self::at(1 - from);
         let end = &mut self.ends[from];
-        if !end.may_send(&peer, IpFields::default(), 50, self.now) {
+        if !end.may_send(&peer, IpFields::default(), 50, false, self.now) {
             self.run();
         }
         let end = &mut self.ends[from];
-        assert!(end.may_send(&peer, IpFields::default(), 50, self.now));
+        assert!(end.may_send(&peer, IpFields::default(), 50, false, self.now));
         let packet = vec![0; Packet::LEN + 50];
         let (_, bytes) = end.push(&peer, packet, whole(tag), self.now).unwrap();
         let (packet, data) = crate::wire::rd::parse(&bytes).unwrap();
@@ -813,4 +813,239 @@ fn guessed_tokens_are_counted_and_rejected() {
     let later = now + Duration::from_secs(1);
     rd.handle(&peer(), &arrival(&peer()), &right, Some(b"data"), later);
     assert_eq!(rd.peers(), 2);
+}
+
+/// A queue pair that knows the peers, all of which have sent a packet.
+fn knows(peers: &[Peer], peer_timeout: Duration, now: Duration) -> Reliable {
+    let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, peer_timeout);
+    for peer in peers {
+        let packet = packet(&rd, peer, 77, 0);
+        let outcome = rd.handle(peer, &arrival(peer), &packet, Some(b"data"), now);
+        let RxOutcome::Deliver(n) = outcome else {
+            panic!("the peer is not known: {outcome:?}")
+        };
+        rd.delivered(peer, n);
+        while rd.poll(now).is_some() {}
+        let state = &rd.peers[peer];
+        let proof = Packet {
+            time_echo: state.nonce,
+            ..acks(&rd, peer, state.next, &[])
+        };
+        rd.handle(peer, &arrival(peer), &proof, None, now);
+        assert!(rd.peers[peer].is_proven);
+    }
+    rd
+}
+
+/// Sends a datagram of `len` bytes if the windows permit it.
+fn send(rd: &mut Reliable, peer: &Peer, tag: Tag, len: usize, now: Duration) -> bool {
+    let is_answer = tag & crate::datagram::outgoing::ANSWER != 0;
+    let may = rd.may_send(peer, IpFields::default(), len, is_answer, now);
+    may && rd
+        .push(peer, vec![0; Packet::LEN + len], whole(tag), now)
+        .is_some()
+}
+
+/// A packet of the peer that acknowledges the packets before `ack`, and those in the runs.
+fn acks(rd: &Reliable, peer: &Peer, ack: u64, runs: &[(u64, u64)]) -> Packet {
+    let state = &rd.peers[peer];
+    Packet {
+        token: state.echo,
+        echo: state.token,
+        seq: 1,
+        base: 1,
+        ack: Some(ack as u32),
+        arrived: runs.iter().map(|(a, b)| (*a as u32, *b as u32)).collect(),
+        dst_index: 5,
+        src_index: 3,
+        window: bounds::DATAGRAM_WINDOW_MAX,
+        time: 1,
+        ..Packet::default()
+    }
+}
+
+/// A peer that acknowledges all packets but the first gets no more packets than a receiver accepts ahead of the first one.
+#[test]
+fn a_missing_packet_bounds_the_packets_under_way() {
+    let now = Duration::from_secs(6);
+    let mut rd = knows(&[peer()], IDLE, now);
+    let first = rd.peers[&peer()].next;
+    let mut sent = 0;
+    loop {
+        let before = sent;
+        while sent < 1 << 18 && send(&mut rd, &peer(), sent, 50, now) {
+            sent += 1;
+        }
+        if sent == before {
+            break;
+        }
+        let ack = acks(&rd, &peer(), first, &[(first + 1, first + sent)]);
+        rd.handle(&peer(), &arrival(&peer()), &ack, None, now);
+        // Lost packets are sent again.
+        while rd.poll(now).is_some() {}
+    }
+    assert_eq!(sent, 1 << 16);
+    let ack = acks(&rd, &peer(), first + sent, &[]);
+    rd.handle(&peer(), &arrival(&peer()), &ack, None, now);
+    assert!(send(&mut rd, &peer(), sent, 50, now));
+}
+
+/// Answers use a bounded amount of memory, however many peers do not acknowledge them. A peer of another network still gets answers, and the
+/// peers without room are asked again.
+#[test]
+fn answers_without_acknowledgement_use_bounded_memory() {
+    const LEN: usize = 60_000;
+    let now = Duration::from_secs(6);
+    let mut peers: Vec<Peer> = (0..3000)
+        .map(|n| (([10, 0, 0, 1], 1000 + n).into(), 3))
+        .collect();
+    let other = (([10, 9, 0, 1], 4000).into(), 3);
+    peers.push(other);
+    let mut rd = knows(&peers, IDLE, now);
+    let answer = crate::datagram::outgoing::ANSWER;
+    let (other, peers) = (other, &peers[..3000]);
+    let mut bytes = 0;
+    for peer in peers {
+        while send(&mut rd, peer, answer, LEN, now) {
+            bytes += LEN;
+        }
+    }
+    assert!(
+        bytes <= bounds::RD_ANSWER_BYTES / 2,
+        "{bytes} bytes are under way"
+    );
+    assert!(
+        bytes > bounds::RD_ANSWER_BYTES / 3,
+        "{bytes} bytes are under way"
+    );
+    rd.check_accounts();
+    assert!(send(&mut rd, &other, answer, LEN, now));
+    // The peer without room is asked, and gets its answer when others have acknowledged theirs.
+    let last = peers[2999];
+    assert!(!send(&mut rd, &last, answer, LEN, now));
+    let (later, none) = (now + Duration::from_millis(100), Messages::default());
+    rd.handle_timeout(later, None, &none);
+    let asked = std::iter::from_fn(|| rd.poll(later)).any(|(to, _, _)| to == last);
+    assert!(asked);
+    // Requests of this end's program are not limited by the answers.
+    assert!(send(&mut rd, &last, 7, LEN, later));
+    for peer in peers {
+        let ack = acks(&rd, peer, rd.peers[peer].next, &[]);
+        rd.handle(peer, &arrival(peer), &ack, None, later);
+    }
+    rd.check_accounts();
+    assert_eq!(
+        rd.shares.answers(),
+        LEN.next_multiple_of(bounds::RD_ANSWER_UNIT)
+    );
+    assert!(send(&mut rd, &last, answer, LEN, later));
+    rd.abandon(std::iter::empty(), later);
+    rd.check_accounts();
+    assert_eq!(rd.shares.answers(), 0);
+}
+
+/// Lets a peer answer everything for `seconds`, while it acknowledges nothing. Returns when it is given up.
+fn lost_after(
+    seconds: u64,
+    not_ready: fn(u64) -> bool,
+    blocked: Option<Duration>,
+) -> Option<(u64, Status)> {
+    let begin = Duration::from_secs(6);
+    let mut rd = knows(&[peer()], Duration::from_secs(1), begin);
+    let first = rd.peers[&peer()].next;
+    assert!(send(&mut rd, &peer(), 1, 50, begin));
+    for tick in 0..seconds * 10 {
+        let now = begin + Duration::from_millis(100 * tick);
+        rd.handle_timeout(now, blocked, &Messages::default());
+        while rd.poll(now).is_some() {}
+        while let Some(event) = rd.poll_event() {
+            if let Event::Lost(_, why) = event {
+                return Some((tick / 10, why));
+            }
+        }
+        let ack = Packet {
+            not_ready: not_ready(tick),
+            ..acks(&rd, &peer(), first, &[])
+        };
+        rd.handle(&peer(), &arrival(&peer()), &ack, None, now);
+    }
+    None
+}
+
+/// A peer that answers but acknowledges nothing is given up, unless it lacks a resource: then the limit for that applies.
+#[test]
+fn a_peer_without_progress_is_given_up() {
+    let exceeded = Status::RetryExceeded;
+    let (lost, why) = lost_after(30, |_| false, None).unwrap();
+    assert!((10..13).contains(&lost), "{lost} s");
+    assert_eq!(why, exceeded);
+    assert_eq!(lost_after(30, |_| true, None), None);
+    let most = Some(Duration::from_secs(3));
+    let (lost, why) = lost_after(30, |_| true, most).unwrap();
+    assert!((3..6).contains(&lost), "{lost} s");
+    assert_eq!(why, Status::RnrRetryExceeded);
+    // A peer that takes the report back now and then has no more time.
+    let (lost, _) = lost_after(30, |tick| tick % 7 != 0, most).unwrap();
+    assert!((3..6).contains(&lost), "{lost} s");
+}
+
+/// A peer to which packets are under way has to prove its address again too. One that returns the number in time does not notice.
+#[test]
+fn the_proof_of_an_address_ends_while_packets_are_under_way() {
+    for honest in [true, false] {
+        let begin = Duration::from_secs(6);
+        let mut rd = knows(&[peer()], IDLE * 10, begin);
+        let mut first = rd.peers[&peer()].next;
+        let (mut given, mut got, mut refused) = (0, 0, 0);
+        for second in 0..200 {
+            let now = begin + Duration::from_secs(second);
+            rd.handle_timeout(now, None, &Messages::default());
+            let mut time_echo = 1;
+            let is_proven = rd.peers[&peer()].is_proven;
+            let mut sends = |bytes: &[u8]| {
+                time_echo = crate::wire::rd::parse(bytes).unwrap().0.time;
+                given += if is_proven { 0 } else { bytes.len() };
+            };
+            while let Some((_, _, bytes)) = rd.poll(now) {
+                sends(&bytes);
+            }
+            if rd.may_send(&peer(), IpFields::default(), 1000, false, now) {
+                let packet = vec![0; Packet::LEN + 1000];
+                let (_, bytes) = rd.push(&peer(), packet, whole(second), now).unwrap();
+                sends(&bytes);
+            } else {
+                refused += 1;
+            }
+            let next = rd.peers[&peer()].next;
+            let ack = Packet {
+                ack_now: true,
+                time_echo: if honest { time_echo } else { 1 },
+                ..acks(&rd, &peer(), if honest { next } else { first }, &[])
+            };
+            if honest {
+                first = next;
+            }
+            rd.handle(&peer(), &arrival(&peer()), &ack, None, now);
+            if !rd.peers[&peer()].is_proven {
+                got += Packet::LEN + dgram::CRC;
+            }
+        }
+        if honest {
+            assert_eq!(refused, 0, "the peer has proved its address in time");
+        } else {
+            assert!(got > 0 && given <= 3 * got, "{given} bytes for {got}");
+        }
+    }
+}
+
+/// A message that waited for a receive and is then refused does not make other peers wait.
+#[test]
+fn a_refused_message_does_not_wait_any_more() {
+    let mut rd = knows(&[peer()], IDLE, Duration::from_secs(6));
+    let seq = rd.peers[&peer()].rx.as_ref().map_or(0, |rx| rx.next());
+    rd.mark_blocked(&peer(), seq, b"data", Resource::Receive);
+    assert!(rd.is_blocked(&peer(), Resource::Receive));
+    let (seq, data) = rd.take_waiting(&peer()).unwrap();
+    assert!(rd.refused(&peer(), seq, &data, Status::LocalLength));
+    assert!(!rd.is_blocked(&peer(), Resource::Receive));
 }

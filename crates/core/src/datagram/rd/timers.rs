@@ -66,8 +66,10 @@ impl Reliable {
                 .blocked_on
                 .zip(blocked)
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
-            if lacks_resource || now.saturating_sub(tx.silent_since) >= peer_timeout {
-                let tx = state.tx.take();
+            let is_silent = now.saturating_sub(tx.silent_since) >= peer_timeout;
+            let is_stuck = tx.is_stuck(now, peer_timeout.max(STUCK_MIN).saturating_mul(2));
+            if lacks_resource || is_silent || is_stuck {
+                let tx = state.take_sender(&mut self.shares, &peer);
                 state.unheard = true;
                 if tx.is_some_and(|tx| tx.has_answers()) {
                     // The peer may still wait for an answer, and would wait for ever.
@@ -119,6 +121,10 @@ impl Reliable {
         }
     }
 }
+
+/// A peer that answers, but acknowledges no packet for twice the peer time-out, or twice this time if that is longer, is given up: it would hold
+/// the memory of the packets, and the completions of later requests to other peers.
+const STUCK_MIN: Duration = Duration::from_secs(5);
 
 /// Adds the peer to the list of those to which something can be sent.
 pub(super) fn enqueue(queued: &mut VecDeque<Peer>, peer: &Peer, state: &mut PeerState) {

@@ -226,12 +226,12 @@ impl Reliable {
             // If a part of the oldest message was acknowledged, the peer has forgotten this part, so the rest is useless.
             Some(tx) if forgot_us && is_young(tx) && tx.begins_message() => tx.start_again(),
             Some(_) => {
-                state.tx = None;
+                state.take_sender(&mut self.shares, peer);
                 self.events
                     .push_back(Event::Lost(*peer, Status::RemoteAborted));
             }
             None => {
-                state.tx = None;
+                state.take_sender(&mut self.shares, peer);
                 self.events.push_back(Event::Restarted(*peer));
             }
         }

@@ -27,6 +27,7 @@ impl Reliable {
         peer: &Peer,
         way: IpFields,
         len: usize,
+        is_answer: bool,
         now: Duration,
     ) -> bool {
         let room = self.room;
@@ -53,10 +54,24 @@ impl Reliable {
                 }
                 return false;
             }
-            return match &mut state.tx {
+            let is_open = match &mut state.tx {
                 Some(tx) => tx.has_window(&state.path),
                 None => true,
             };
+            let len = Packet::LEN + len + dgram::CRC;
+            if is_open
+                && is_answer
+                && !Sender::may_keep_answer(state.tx.as_deref(), &self.shares, peer, len)
+            {
+                // The peer is asked from time to time, and its answer makes this end try again.
+                let tx = state.sender(now);
+                if tx.deadline.is_none() {
+                    tx.deadline = Some(now + CLOSED);
+                    watch(&mut self.timers, peer, state);
+                }
+                return false;
+            }
+            return is_open;
         }
         if !self.enter(peer, way, false, now) {
             self.events
@@ -120,6 +135,9 @@ impl Reliable {
         let tx = state.tx.as_mut();
         let armed =
             tx.is_some_and(|tx| tx.keep(Arc::clone(&kept), Some(tag), last, now, &state.path));
+        if let Some(tx) = &mut state.tx {
+            tx.count(&mut self.shares, peer);
+        }
         if let (true, Some(rx)) = (whole, &mut state.rx) {
             rx.acknowledges();
         }
@@ -153,7 +171,8 @@ impl Reliable {
             }
             let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
             if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
-                self.spare_sender = state.tx.take().filter(|tx| tx.is_small());
+                let tx = state.take_sender(&mut self.shares, &peer);
+                self.spare_sender = tx.filter(|tx| tx.is_small());
             }
         }
         None
@@ -303,7 +322,7 @@ fn header(
         ack: next.map(|next| next as u32),
         instance: state.own_instance(instance),
         window: room,
-        time: if state.is_proven {
+        time: if state.is_proven && !state.is_renewing {
             micros(now)
         } else {
             state.nonce

@@ -83,7 +83,7 @@ impl DatagramQp {
             let mut open = true;
             while goes_on && open && in_turn(*bytes, out) {
                 goes_on = self.cut(&mut current, bytes, out);
-                open = goes_on && self.has_window(peer, way, current.next_len());
+                open = goes_on && self.has_window(peer, way, &current);
             }
             if goes_on {
                 self.queue_message(current, true, true);
@@ -109,7 +109,7 @@ impl DatagramQp {
             return;
         }
         let way = ip_fields_of(&current.to);
-        if !self.has_window(&peer, way, current.next_len()) {
+        if !self.has_window(&peer, way, &current) {
             // An acknowledgement makes the queue ready.
             self.queue_message(current, false, false);
             return;
@@ -117,18 +117,29 @@ impl DatagramQp {
         let (mut goes_on, mut open) = (true, true);
         while goes_on && open && has_room(*bytes, out) {
             goes_on = self.cut(&mut current, bytes, out);
-            open = goes_on && self.has_window(&peer, way, current.next_len());
+            open = goes_on && self.has_window(&peer, way, &current);
         }
         if goes_on {
             self.queue_message(current, true, open);
         }
     }
 
-    /// Whether the next datagram, of `len` bytes, may be sent to the peer.
-    pub(super) fn has_window(&mut self, peer: &Peer, way: IpFields, len: usize) -> bool {
+    /// Whether the next datagram of a message may be sent to the peer.
+    pub(super) fn has_window(&mut self, peer: &Peer, way: IpFields, message: &Current) -> bool {
+        self.may_send(peer, way, message.next_len(), message.tag & ANSWER != 0)
+    }
+
+    /// Whether a datagram of `len` bytes may be sent to the peer.
+    pub(super) fn may_send(
+        &mut self,
+        peer: &Peer,
+        way: IpFields,
+        len: usize,
+        is_answer: bool,
+    ) -> bool {
         let now = self.now;
         let rd = self.rd.as_deref_mut();
-        rd.is_some_and(|rd| rd.may_send(peer, way, len, now))
+        rd.is_some_and(|rd| rd.may_send(peer, way, len, is_answer, now))
     }
 
     /// Removes the first message from the queue of `peer`, if its next datagram may be sent now.
@@ -143,7 +154,8 @@ impl DatagramQp {
             return None;
         };
         let (way, len) = (ip_fields_of(&first.to), first.next_len());
-        if !self.has_window(peer, way, len) {
+        let is_answer = first.tag & ANSWER != 0;
+        if !self.may_send(peer, way, len, is_answer) {
             // An acknowledgement makes the queue ready again.
             return None;
         }

@@ -230,10 +230,11 @@ impl DatagramQp {
             // The request must not overtake a message that waits for its turn or for a window.
             self.ready.is_empty()
                 && !self.peer_queues.contains_key(&peer)
-                && self.has_window(
+                && self.may_send(
                     &peer,
                     ip_fields_of(&to),
                     HEAD + usize::try_from(len).unwrap_or(0),
+                    false,
                 )
         } else {
             pace.is_none_or(|peer| self.flow.is_open(&peer, self.now))
