@@ -72,6 +72,6 @@ INTEROP_PACKAGES=(qemu-system-x86_64=qemu-system-x86 gcc-12=gcc-12 make=make cpi
     tcpdump=tcpdump tshark=tshark)
 # The software of other projects in tests/adopters, and what builds it.
 ADOPTER_PACKAGES=(/usr/share/doc/python3-venv=python3-venv c++=g++ cmake=cmake /usr/include/gloo/config.h=libgloo-dev
-    /usr/include/librpma.h=librpma-dev tgtd=tgt iscsi-readcapacity16=libiscsi-bin qemu-io=qemu-utils qemu-system-x86_64=qemu-system-x86
+    /usr/include/librpma.h=librpma-dev dtest=dapl2-utils tgtd=tgt iscsi-readcapacity16=libiscsi-bin qemu-io=qemu-utils qemu-system-x86_64=qemu-system-x86
     /usr/share/doc/qemu-block-extra=qemu-block-extra /usr/share/doc/libclang1-14=libclang1-14
     /usr/share/doc/libclang-common-14-dev=libclang-common-14-dev)

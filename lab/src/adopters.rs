@@ -116,6 +116,11 @@ const ADOPTERS: &[Adopter] = &[
         nightly: false,
     },
     Adopter {
+        name: "udapl_endpoints",
+        source: Source::Debian,
+        nightly: false,
+    },
+    Adopter {
         name: "sideway_crate",
         source: Source::Crate {
             package: "sideway",

@@ -312,6 +312,57 @@ static const char *connect_and_talk(size_t family)
 	return disconnect(&s);
 }
 
+/* Gives an id the queue pair of another one, with its queues, by the public fields. The other id is destroyed. */
+static const char *give_moved_qp(struct rdma_cm_id *id, struct rdma_event_channel *channel, int family)
+{
+	struct rdma_cm_id *other;
+	struct address a;
+
+	ENSURE(!rdma_create_id(channel, &other, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	TRY(own_address(&a, family, 0));
+	ENSURE(!rdma_bind_addr(other, sa(&a)), "rdma_bind_addr: %s", strerror(errno));
+	TRY(give_qp(other));
+	id->qp = other->qp;
+	id->pd = other->pd;
+	id->send_cq = other->send_cq;
+	id->recv_cq = other->recv_cq;
+	id->send_cq_channel = other->send_cq_channel;
+	id->recv_cq_channel = other->recv_cq_channel;
+	other->qp = NULL;
+	other->send_cq = other->recv_cq = NULL;
+	other->send_cq_channel = other->recv_cq_channel = NULL;
+	ENSURE(!rdma_destroy_id(other), "rdma_destroy_id: %s", strerror(errno));
+	return NULL;
+}
+
+/* The queue pair of a connection is that in the public field `qp`, also if the program has moved it there from another id (as uDAPL does). */
+static const char *moved_qp(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct event_copy t;
+	struct fixture s;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	TRY(resolve(&s, s.client));
+	TRY(give_moved_qp(s.client, s.client_channel, AF_INET));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+	s.server = t.id;
+	keep(close_id, s.server, "accepted rdma_cm_id");
+	TRY(give_moved_qp(s.server, s.server_channel, AF_INET));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	ENSURE(!ibv_query_qp(s.server->qp, &attr, IBV_QP_STATE, &init) && attr.qp_state >= IBV_QPS_RTR,
+	       "the queue pair is in state %d after rdma_accept", attr.qp_state);
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(traffic(s.client, s.server));
+	return disconnect(&s);
+}
+
 static const char *server_disconnects(size_t arg)
 {
 	struct fixture s;
@@ -2188,6 +2239,7 @@ static const struct test tests[] = {
 	{ "devices", devices, 0, 0, false },
 	{ "connect", connect_and_talk, AF_INET, 0, false },
 	{ "connect_ipv6", connect_and_talk, AF_INET6, 0, false },
+	{ "moved_qp", moved_qp, 0, 0, false },
 	{ "server_disconnects", server_disconnects, 0, 0, false },
 	{ "peer_destroys_id", peer_destroys_id, 0, 0, false },
 	{ "disconnect_stopped_peer", disconnect_stopped_peer, 0, 0, true },

@@ -33,7 +33,7 @@
 
 #define DEVICE "anywarp0"
 /* The version of the tree's layout, to be changed when its files change. */
-#define LAYOUT "2"
+#define LAYOUT "3"
 #define EXPORT __attribute__((visibility("default")))
 
 /* The number of entries of the port's GID table. */
@@ -112,6 +112,23 @@ static bool put_link(const char *dir, const char *name, const char *target)
 
 	return snprintf(path, sizeof path, "%s/%s", dir, name) < (int)sizeof path &&
 	       (!symlink(target, path) || errno == EEXIST);
+}
+
+/*
+ * A file of the kernel that can be opened, and whose read fails with EINVAL: the loopback interface has no speed. The files of `gid_attrs` for
+ * indexes without a GID are links to it, because the kernel's are like that, and programs that search for a GID end their search there.
+ */
+#define UNREADABLE "/sys/class/net/lo/speed"
+
+static bool is_unreadable(void)
+{
+	char c;
+	int fd = raw_open(UNREADABLE, O_RDONLY);
+	bool is = fd >= 0 && read(fd, &c, 1) < 0 && errno == EINVAL;
+
+	if (fd >= 0)
+		close(fd);
+	return is;
 }
 
 /* Converts an interface address to a GID. Returns false for other families than IPv4 and IPv6. */
@@ -238,6 +255,7 @@ static bool fill_tree(const char *top, const struct gid *table, int n)
 	static const uint8_t none[16];
 	char text[40], name[48], net[64], guid[20], lid[16];
 	char dev[PATH_MAX], verbs[PATH_MAX];
+	bool unreadable;
 
 	if (snprintf(dev, sizeof dev, "%s/infiniband/" DEVICE, top) >= (int)sizeof dev ||
 	    snprintf(verbs, sizeof verbs, "%s/infiniband_verbs/" DEVICE, top) >= (int)sizeof verbs)
@@ -264,17 +282,20 @@ static bool fill_tree(const char *top, const struct gid *table, int n)
 	    !put_folder(dev, "ports/1/gid_attrs") || !put_folder(dev, "ports/1/gid_attrs/types") ||
 	    !put_folder(dev, "ports/1/gid_attrs/ndevs"))
 		return false;
+	/* Without such a file there is no entry: then a read fails too, with ENOENT. */
+	unreadable = is_unreadable();
 	for (int i = 0; i < GIDS; i++) {
+		const char *const attrs[] = { "types", "ndevs" };
+
 		gid_text(text, i < n ? table[i].raw : none);
 		snprintf(name, sizeof name, "ports/1/gids/%d", i);
 		if (!put_file(dev, name, text))
 			return false;
-		snprintf(name, sizeof name, "ports/1/gid_attrs/types/%d", i);
-		if (!put_file(dev, name, "RoCE v2"))
-			return false;
-		snprintf(name, sizeof name, "ports/1/gid_attrs/ndevs/%d", i);
-		if (i < n && !put_file(dev, name, table[i].interface))
-			return false;
+		for (int a = 0; a < 2; a++) {
+			snprintf(name, sizeof name, "ports/1/gid_attrs/%s/%d", attrs[a], i);
+			if (i < n ? !put_file(dev, name, a ? table[i].interface : "RoCE v2") : unreadable && !put_link(dev, name, UNREADABLE))
+				return false;
+		}
 	}
 	return true;
 }

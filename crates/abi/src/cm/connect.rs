@@ -10,6 +10,7 @@ use super::address::{address_of, bytes_of, names_device, needed_address};
 use super::device::shared;
 use super::event::{complete, step};
 use super::id::IdObject;
+use super::qp::take_over_qp;
 use crate::entry;
 use crate::ffi::{Errno, arg, os_errno};
 use crate::verbs::handle::{known, live};
@@ -149,6 +150,7 @@ entry! {
         // SAFETY: upheld by the caller.
         let (id, param) = unsafe {
             let id = live::<IdObject, _>(id)?;
+            take_over_qp(id);
             (id, param_of(param, id))
         };
         // The private data of `rdma_create_ep` precedes that of this call. An event contains the length of both as one byte.
@@ -172,6 +174,7 @@ entry! {
         // SAFETY: upheld by the caller.
         let (id, param) = unsafe {
             let id = live::<IdObject, _>(id)?;
+            take_over_qp(id);
             (id, param_of(param, id))
         };
         if id.is_datagram() {

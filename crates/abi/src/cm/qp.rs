@@ -195,6 +195,27 @@ fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
     Ok(())
 }
 
+/// Makes the queue pair in the public field of the identifier the one that the engine connects. A program may have moved it there from another
+/// identifier, as uDAPL does, and a moved one must not be connected by the identifier that had it before.
+///
+/// # Safety
+/// The field is null or points to a live queue pair of this library.
+pub(super) unsafe fn take_over_qp(object: &IdObject) {
+    let qp = object.qp();
+    if qp.is_null() {
+        object.engine.set_qp(None);
+        return;
+    }
+    // SAFETY: upheld by the caller.
+    match unsafe { known::<QpObject, _>(qp) }.engine.clone() {
+        QueuePair::Rc(rc) => object.engine.set_qp(Some(rc)),
+        datagram @ QueuePair::Dgram(_) if object.is_datagram() => {
+            object.engine.set_datagram(datagram, UDP_QKEY);
+        }
+        QueuePair::Dgram(_) => {}
+    }
+}
+
 /// Like [`create_qp`], with an `ibv_qp_init_attr`.
 ///
 /// # Safety
