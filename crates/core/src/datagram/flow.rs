@@ -8,6 +8,9 @@
 //! longer waits for it, and waits again after its next report. For a peer that has never reported, one stall is enough. Without reports the sender
 //! sends at a fixed rate, low enough that no queue on the path overflows.
 //!
+//! Any host can send reports, and a stall delays the messages to all peers. So a report counts only if it names a
+//! datagram that was sent to its source, and the room is at least [`bounds::DATAGRAM_WINDOW`], whatever the report says.
+//!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!
 //! ```text
@@ -80,7 +83,8 @@ pub(crate) fn charge(bytes: usize) -> u32 {
 /// The datagrams that are under way to a peer.
 #[derive(Debug)]
 pub(super) struct Window {
-    /// Message, end of payload and charge of each datagram that the peer has not reported.
+    /// Message, end of payload and charge of each datagram that the peer has not reported. The charge is 0 if the datagram is
+    /// assumed to be lost, or was sent while the peer was silent: it does not use the window, but the peer may still report it.
     under_way: VecDeque<(u32, u32, u32)>,
     charge: u64,
     limit: u64,
@@ -103,6 +107,9 @@ const SILENT_RATE: u64 = 128 << 20;
 const SILENT_WINDOW: u64 = 1 << 20;
 /// How long the queue pair waits at least when [`SILENT_WINDOW`] is full.
 const SILENT_WAIT: Duration = Duration::from_millis(1);
+/// The number of datagrams with a charge of 0 that are remembered. At [`SILENT_RATE`] they are those of the last 31 ms, if each fills
+/// a packet of 1,500 bytes. A peer whose reports take longer is noticed when less is sent to it.
+const REMEMBERED: usize = 1024;
 
 impl Window {
     fn new() -> Self {
@@ -146,10 +153,26 @@ impl Window {
         if self.is_silent() {
             self.charge = self.charge.saturating_sub(self.fetched(now));
             self.reduced_until = now;
+            if self.under_way.len() >= REMEMBERED {
+                self.under_way.pop_front();
+            }
+            self.under_way.push_back((id, end, 0));
         } else {
             self.under_way.push_back((id, end, charge));
         }
         self.charge += u64::from(charge);
+    }
+
+    /// Assumes that all datagrams under way are lost. They are remembered, because their report may only be late.
+    fn assume_lost(&mut self) {
+        let old = self.under_way.len().saturating_sub(REMEMBERED);
+        self.under_way.drain(..old);
+        self.under_way.shrink_to(REMEMBERED);
+        for (_, _, charge) in &mut self.under_way {
+            *charge = 0;
+        }
+        self.charge = 0;
+        self.silence = self.silence.saturating_add(1);
     }
 }
 
@@ -227,9 +250,7 @@ impl Flow {
     /// Assumes that all datagrams under way to `peer` are lost, because it does not report.
     pub(super) fn assume_lost(&mut self, peer: &Peer) {
         if let Some(window) = self.windows.get_mut(peer) {
-            window.silence = window.silence.saturating_add(1);
-            window.under_way = VecDeque::new();
-            window.charge = 0;
+            window.assume_lost();
         }
     }
 
@@ -259,16 +280,12 @@ impl Flow {
         window
     }
 
-    /// Handles a report of `peer`.
+    /// Handles a report of `peer`. A report that covers nothing that was sent is ignored: it would end the silence of a peer
+    /// that does not take part in pacing, and the queue pair would wait for this peer again and again.
     pub(super) fn handle_report(&mut self, peer: &Peer, report: &Report) {
         let Some(window) = self.windows.get_mut(peer) else {
             return;
         };
-        if window.is_silent() {
-            window.charge = 0;
-        }
-        window.silence = 0;
-        window.limit = report.room.min(bounds::DATAGRAM_WINDOW_MAX).into();
         // Datagrams stay nearly in order on the way, so all that were sent before the reported one have arrived or
         // are lost. Their numbers do not tell the order: an answer has the number of the peer's request. A message may have several
         // datagrams in the list, and the newest of them is searched for.
@@ -280,6 +297,18 @@ impl Flow {
             .map(|at| at + 1)
             .or_else(|| window.under_way.iter().position(is_of_message))
             .unwrap_or(0);
+        if seen == 0 {
+            return;
+        }
+        if window.is_silent() {
+            window.charge = 0;
+        }
+        window.silence = 0;
+        // No receiver has less room, so a report of less only serves to delay this end.
+        window.limit = report
+            .room
+            .clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX)
+            .into();
         for (_, _, charge) in window.under_way.drain(..seen) {
             window.charge = window.charge.saturating_sub(charge.into());
         }
@@ -497,6 +526,88 @@ mod tests {
         flow.give_up_waiting();
         fill(&mut flow, NOW);
         assert_eq!(flow.silent_stall_end(), Some(NOW + SILENT_WAIT));
+    }
+
+    /// Neither a small room nor reports of datagrams that were never sent make the sender wait for a peer more often than for one
+    /// that does not report.
+    #[test]
+    fn false_reports_do_not_delay_the_sender() {
+        for room in [0, bounds::DATAGRAM_WINDOW_MAX] {
+            let mut flow = Flow::new();
+            let alone = fill(&mut flow, NOW);
+            let report = Report {
+                id: 99,
+                end: 100,
+                room,
+            };
+            flow.handle_report(&peer(1), &report);
+            assert_eq!(flow.stall(), Some(1));
+            flow.give_up_waiting();
+            for _ in 0..5 {
+                flow.handle_report(&peer(1), &report);
+                assert!(fill(&mut flow, NOW + Duration::from_secs(1)) > alone);
+                flow.give_up_waiting();
+            }
+            assert!(flow.windows.get(&peer(1)).unwrap().is_silent());
+        }
+        // A report of datagrams that were sent counts, but its room is at least that of every receiver.
+        let mut flow = Flow::new();
+        let alone = fill(&mut flow, NOW);
+        let report = Report {
+            id: 1,
+            end: 100,
+            room: 0,
+        };
+        flow.handle_report(&peer(1), &report);
+        assert_eq!((flow.stall(), fill(&mut flow, NOW)), (None, alone));
+    }
+
+    /// A report counts even if it arrives when the datagram is assumed to be lost, and one report of a datagram that was sent to a
+    /// silent peer ends the silence.
+    #[test]
+    fn a_late_report_shows_that_the_peer_is_not_silent() {
+        let mut flow = Flow::new();
+        let mut report = Report {
+            id: 0,
+            end: 100,
+            room: 1 << 20,
+        };
+        flow.sent(peer(1), 0, 100, 1000, NOW);
+        flow.handle_report(&peer(1), &report);
+        let mut last = 0;
+        let fill = |flow: &mut Flow, last: &mut u32| {
+            while flow.may_send(&peer(1), NOW) {
+                *last += 1;
+                flow.sent(peer(1), *last, 100, 1000, NOW);
+            }
+        };
+        // Each report comes only after its datagram is assumed to be lost.
+        for _ in 0..3 * STALLS_UNTIL_SILENT {
+            fill(&mut flow, &mut last);
+            flow.give_up_waiting();
+            let before = last;
+            fill(&mut flow, &mut last);
+            report.id = before;
+            flow.handle_report(&peer(1), &report);
+            let window = flow.windows.get(&peer(1)).unwrap();
+            assert_eq!(window.silence, 0);
+            let charges = window.under_way.iter().map(|sent| u64::from(sent.2));
+            assert_eq!(window.charge, charges.sum::<u64>());
+            assert!(flow.stall().is_some(), "the newer datagrams are under way");
+        }
+        for _ in 0..STALLS_UNTIL_SILENT {
+            fill(&mut flow, &mut last);
+            flow.give_up_waiting();
+        }
+        assert!(flow.windows.get(&peer(1)).unwrap().is_silent());
+        fill(&mut flow, &mut last);
+        let window = flow.windows.get(&peer(1)).unwrap();
+        assert!(window.under_way.len() <= REMEMBERED);
+        report.id = last - 100;
+        flow.handle_report(&peer(1), &report);
+        let window = flow.windows.get(&peer(1)).unwrap();
+        assert_eq!((window.silence, window.under_way.len()), (0, 100));
+        assert_eq!((flow.stall(), flow.silent_stall_end()), (None, None));
     }
 
     #[test]
