@@ -1405,6 +1405,34 @@ fn an_incomplete_send_returns_its_receive() {
     }
 }
 
+/// A sender cannot keep a receive by repeating a datagram. Only new bytes postpone the deadline of a message.
+#[test]
+fn a_repeated_datagram_does_not_keep_a_receive() {
+    let (mut net, b, _) = receiver(options());
+    let addr = net[b].addr;
+    let inbox = net[b].host.register(100, access::ALL);
+    net[b].recv(7, &[inbox.all()]);
+    let third = |n: u32| {
+        let header = untagged(Opcode::Send, QN_SEND, 1, 8 * n, n == 2);
+        sealed(body(&shim(1, 24, 8 * n), &header, &[1; 8]))
+    };
+    let Options { deadline, .. } = options();
+    net.deliver(stranger(1), addr, &third(0));
+    net.run(deadline - 10 * MS);
+    net.deliver(stranger(1), addr, &third(1));
+    for _ in 0..11 {
+        assert_eq!(net[b].qp.counters().evicted, 0);
+        net.run(deadline / 11);
+        net.deliver(stranger(1), addr, &third(0));
+    }
+    net.run(MS);
+    assert_eq!(net[b].qp.counters().evicted, 1);
+    // The receive is free for another message.
+    net.deliver(stranger(2), addr, &sealed(half(1, false)));
+    net.deliver(stranger(2), addr, &sealed(half(1, true)));
+    assert_eq!(net[b].received()[0].wr_id, 7);
+}
+
 /// A writer asks for a record of each datagram. The receiver then makes no other record of the message, even if a datagram is lost.
 #[test]
 fn datagrams_with_records_are_not_recorded_again() {

@@ -99,7 +99,7 @@ struct anywarpdv_qp_init_attr {
 	uint32_t max_reads;		/* limit of outstanding Reads and atomics, and of queued responses to peers; 0: 16 */
 	uint32_t max_read_size;		/* UD: longest Read of a peer; 0: 1 MiB */
 	uint32_t grace_us;		/* how long datagrams are accepted after the final one; 0: 2000 */
-	uint32_t deadline_us;		/* after this time without a datagram a message ends; 0: 100000 */
+	uint32_t deadline_us;		/* after this time without new bytes a message ends; 0: 100000 */
 	uint32_t read_timeout_us;	/* UD: how long a Read waits for its response; 0: 500000 */
 	uint32_t peer_timeout_ms;	/* RD: requests fail after this time without a packet of the peer; 0: 5000 */
 	uint32_t segment_size;		/* payload bytes of each datagram of a message that needs several, a multiple of 8; 0: by

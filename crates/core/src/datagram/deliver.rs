@@ -371,7 +371,7 @@ impl DatagramQp {
         identity: &Identity,
     ) -> Result<(), Dropped> {
         let shim = &d.shim;
-        let (now, deadline, reliable) = (self.now, self.options.deadline, self.rd.is_some());
+        let now = self.now;
         let Some(open) = self.messages.get_mut(peer, shim.id) else {
             return Err(Dropped::Late);
         };
@@ -389,9 +389,6 @@ impl DatagramQp {
             return Err(Dropped::Late);
         };
         open.last = now;
-        if !reliable && !open.final_seen {
-            open.until = now + deadline;
-        }
         let made = match shim.group {
             0 => None,
             group => open.group(shim.segment, group, &self.parity)?.add_datagram(
@@ -469,6 +466,11 @@ impl DatagramQp {
         let chunks = open.chunks;
         if fresh.is_empty() && !complete && !payload.is_empty() {
             return Err(Dropped::Duplicate);
+        }
+        // Only new bytes postpone the deadline. Otherwise a sender could repeat one datagram, and the message would keep its
+        // receive for ever.
+        if !reliable && !open.final_seen && !fresh.is_empty() {
+            open.until = self.now + self.options.deadline;
         }
         let places = open.places.clone();
         self.messages.note_runs(before, runs);

@@ -219,7 +219,7 @@ pub(super) struct Open {
     pub(super) packet: u64,
     /// Reliable services: the message failed for this reason, and its later packets are refused.
     pub(super) failed: Option<Dropped>,
-    /// When the message is given up, with the bytes that have arrived by then.
+    /// When the message is given up, with the bytes that have arrived by then. Each datagram with new bytes postpones it.
     pub(super) until: Duration,
     /// The time of the message's entry in the list of timers.
     pub(super) timer: Duration,

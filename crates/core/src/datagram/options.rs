@@ -41,7 +41,7 @@ pub struct Options {
     pub record: RecordMode,
     /// How long further datagrams of an incomplete message are accepted after its final datagram has arrived.
     pub grace: Duration,
-    /// How long a message may go without a datagram before it is given up.
+    /// How long a message may go without a datagram that has new bytes before it is given up.
     pub deadline: Duration,
     /// The largest number of records that wait for the program, and of maps that it has not released, together.
     pub max_records: u32,
