@@ -570,6 +570,89 @@ fn another_epoch_begins_with_any_number() {
     }
 }
 
+/// Hands a datagram of `stranger(1)` to `to` at a time after the start. Returns whether it made a complete record.
+fn deliver_at(
+    net: &mut Ether,
+    to: Id,
+    at: Duration,
+    (shim, header, payload): (Shim, Header, Vec<u8>),
+) -> bool {
+    let arrival = Arrival {
+        from: stranger(1),
+        to: Some(net[to].addr.ip()),
+        hop_limit: 9,
+        traffic_class: 0,
+    };
+    let now = net.now() + at;
+    net[to].qp.set_now(now);
+    let bytes = sealed(body(&shim, &header, &payload));
+    let late = net[to].qp.handle_rx(&arrival, &bytes) == Err(Dropped::Late);
+    let record = net[to].qp.poll_record();
+    assert!(!late || record.is_none());
+    record.is_some_and(|r| r.complete)
+}
+
+/// After a forged message with another epoch the messages of the true source are late for a few seconds, not for ever.
+#[test]
+fn a_forged_epoch_stops_its_source_for_a_few_seconds() {
+    let (mut net, b, mr) = receiver(options());
+    let mut writes = |at: Duration, epoch, id| {
+        let (shim, header, payload) = part(&mr, id, 8, 0);
+        deliver_at(&mut net, b, at, (Shim { epoch, ..shim }, header, payload))
+    };
+    assert!(writes(Duration::ZERO, 1, 5));
+    assert!(writes(Duration::ZERO, 2, 900));
+    let end = Duration::from_secs(5);
+    for at in [Duration::ZERO, end - MS] {
+        assert!(!writes(at, 1, 6));
+    }
+    assert!(writes(end - MS, 2, 901));
+    assert!(writes(end, 1, 7));
+    assert!(!writes(end, 1, 7), "a duplicate");
+}
+
+/// A Write-Record without payload needs no STag. One with another epoch does not end the messages of a source that sends.
+#[test]
+fn a_forged_message_without_payload_ends_no_message_of_its_source() {
+    for form in ["single", "commit", "group"] {
+        let (mut net, b, mr) = receiver(Options {
+            deadline: Duration::from_secs(10),
+            ..options()
+        });
+        let empty = |epoch, id| {
+            let header = tagged(Opcode::WriteRecord, Stag(7), 0, form != "group");
+            let shim = Shim {
+                epoch,
+                sub_op: dgram::SUB_RECORD,
+                commit: form == "commit",
+                parity: form == "group",
+                group: u8::from(form == "group"),
+                segment: 8 * u16::from(form == "group"),
+                ..shim(id, 0, 0)
+            };
+            (shim, header, Vec::new())
+        };
+        let mut comes = |at: Duration, datagram| deliver_at(&mut net, b, at, datagram);
+        let mut now = Duration::ZERO;
+        assert!(!comes(now, part(&mr, 1, 16, 0)), "{form}");
+        assert!(comes(now, empty(1, 900)), "{form}");
+        // The first message of the source is still incomplete.
+        now += Duration::from_secs(6);
+        assert!(comes(now, empty(1, 901)), "{form}");
+        assert!(comes(now, part(&mr, 1, 16, 8)), "{form}");
+        assert!(comes(now, part(&mr, 2, 8, 0)), "{form}");
+        now += Duration::from_secs(5) - MS;
+        for _ in 0..2 {
+            assert!(comes(now, empty(1, 902)), "{form}");
+        }
+        // The source is silent now, and the message begins a new epoch.
+        now += MS;
+        assert!(comes(now, empty(1, 903)), "{form}");
+        assert!(!comes(now, empty(1, 903)), "{form}");
+        assert!(!comes(now, part(&mr, 3, 8, 0)), "{form}");
+    }
+}
+
 /// A Write to a multicast group is dropped (section 5.5.1 of R. Grant's thesis).
 #[test]
 fn a_write_to_a_group_is_not_placed() {

@@ -68,10 +68,22 @@ impl DatagramQp {
             return self.place_write(peer, d, &identity);
         }
         let mut given_up = Vec::new();
-        let status = self.messages.status(peer, shim.epoch, shim.id);
+        let now = self.now;
+        let status = self.messages.status(peer, shim.epoch, shim.id, now);
         let result = match status {
             MessageStatus::Late => Err(Dropped::Late),
             MessageStatus::Open => self.continue_message(arrival, peer, d, &identity),
+            // Such a message needs neither an STag nor a receive, so anyone can forge one. It must not end the messages of the
+            // true source, and is recorded without state.
+            MessageStatus::New
+                if record
+                    && identity.length == 0
+                    && self.rd.is_none()
+                    && self.messages.would_replace(peer, shim.epoch, now) =>
+            {
+                self.record_whole(arrival, peer, d, &identity);
+                Ok(())
+            }
             MessageStatus::New if single && shim.group == 0 && !shim.parity => {
                 self.room_for_record()?;
                 self.record_single(arrival, peer, d, &identity, &mut given_up)
@@ -199,12 +211,24 @@ impl DatagramQp {
         if !placed {
             return Err(Dropped::Access);
         }
+        self.record_whole(arrival, peer, d, identity);
+        Ok(())
+    }
+
+    /// Makes the record of a Write-Record of one datagram.
+    fn record_whole(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        identity: &Identity,
+    ) {
         if self.in_chunks(d) {
             self.record_chunk(arrival, d, identity, 0, identity.length);
         } else {
-            self.record_of(peer, shim.id, identity, &[(0, identity.length)], true);
+            let (id, ranges) = (d.shim.id, [(0, identity.length)]);
+            self.record_of(peer, id, identity, &ranges, d.header.last());
         }
-        Ok(())
     }
 
     /// Returns whether each datagram of a Write-Record makes its own record.

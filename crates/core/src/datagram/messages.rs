@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::parity::Groups;
-use super::reassemble::{Coverage, Identity, Range};
+use super::reassemble::{Coverage, Identity, REPLACED_FOR, Range, Replaced};
 use super::table::Table;
 use super::types::{Dropped, Peer};
 use crate::bounds;
@@ -234,8 +234,7 @@ impl Open {
 #[derive(Debug)]
 struct Source {
     epoch: u16,
-    /// The epoch before the present one. Datagrams with this epoch are late.
-    before: Option<u16>,
+    before: Option<Replaced>,
     closed: Closed,
     open: Vec<(u32, Box<Open>)>,
     used: Duration,
@@ -342,13 +341,13 @@ impl Messages {
     /// Returns the state of the message of a datagram. Never [`MessageStatus::Late`] in a reliable service: the reliability
     /// layer has removed duplicates, and a packet that is dropped as late is acknowledged, so its sender would count the
     /// packet as delivered.
-    pub(super) fn status(&self, peer: &Peer, epoch: u16, id: u32) -> MessageStatus {
+    pub(super) fn status(&self, peer: &Peer, epoch: u16, id: u32, now: Duration) -> MessageStatus {
         let Some(source) = self.sources.get(peer) else {
             return MessageStatus::New;
         };
         if source.epoch != epoch {
             return match source.before {
-                Some(before) if before == epoch && !self.reliable => MessageStatus::Late,
+                Some(before) if before.covers(epoch, now) && !self.reliable => MessageStatus::Late,
                 _ => MessageStatus::New,
             };
         }
@@ -359,6 +358,13 @@ impl Messages {
         } else {
             MessageStatus::New
         }
+    }
+
+    /// Whether a message with this epoch would replace the queue pair of a source that sent messages lately.
+    pub(super) fn would_replace(&self, peer: &Peer, epoch: u16, now: Duration) -> bool {
+        let sends = |s: &Source| !s.open.is_empty() || now.saturating_sub(s.used) < REPLACED_FOR;
+        let source = self.sources.get(peer);
+        source.is_some_and(|s| s.epoch != epoch && sends(s))
     }
 
     /// Returns an open message.
@@ -403,7 +409,7 @@ impl Messages {
                 self.timers.remove(&(open.timer, *peer, id));
                 given_up.push((*peer, id, open));
             }
-            source.before = Some(source.epoch);
+            source.before = Some(Replaced::new(source.epoch, now));
             source.epoch = epoch;
             source.closed = Closed::default();
         }
@@ -621,7 +627,7 @@ mod tests {
                 5..60 => {
                     messages.close(&who, id.saturating_sub(n % 3));
                 }
-                _ if messages.status(&who, epoch, id) == MessageStatus::New => {
+                _ if messages.status(&who, epoch, id, now) == MessageStatus::New => {
                     let until = now + Duration::from_millis(100);
                     let open = Open {
                         identity,

@@ -4,6 +4,8 @@
 //! message ends the incomplete message, whose receive is used for the newer one. The datagrams of a message may
 //! arrive in any order, since each contains its offset.
 
+use std::time::Duration;
+
 use smallvec::SmallVec;
 
 use super::types::Dropped;
@@ -124,33 +126,55 @@ pub(crate) enum Order {
     Newest,
     /// The datagram belongs to a newer message than any before.
     Newer,
+    /// The datagram belongs to a queue pair that replaces the peer's earlier one.
+    Replaces,
     /// The datagram belongs to an older message.
     Late,
+}
+
+/// How long the datagrams of a queue pair that was replaced are late.
+///
+/// This is longer than the queues of a network hold a datagram, so no datagram of the earlier queue pair changes memory. It is not
+/// much longer, because a datagram with a forged source can pretend that the queue pair was replaced. The datagrams of the true peer are
+/// then late for this time.
+pub(crate) const REPLACED_FOR: Duration = Duration::from_secs(5);
+
+/// A queue pair of a peer that was replaced by another one with the same number.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Replaced {
+    epoch: u16,
+    at: Duration,
+}
+
+impl Replaced {
+    pub(crate) fn new(epoch: u16, now: Duration) -> Self {
+        Self { epoch, at: now }
+    }
+
+    /// Whether datagrams of this epoch are late.
+    pub(crate) fn covers(&self, epoch: u16, now: Duration) -> bool {
+        self.epoch == epoch && now.saturating_sub(self.at) < REPLACED_FOR
+    }
 }
 
 /// The messages of one peer.
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
     epoch: Option<u16>,
-    /// The epoch before the present one, that is, of the peer's queue pair that was replaced. Datagrams with this epoch are late.
-    before: Option<u16>,
+    before: Option<Replaced>,
     newest: Option<u32>,
     pub(crate) state: Option<MessageState>,
 }
 
 impl Incoming {
-    /// Classifies a datagram. If the datagram is the first of a newer message, this message becomes the newest, and
-    /// the caller gives up the one in `state`; otherwise nothing changes.
-    pub(crate) fn classify(&mut self, epoch: u16, id: u32) -> Order {
-        if self.epoch != Some(epoch) {
-            if self.before == Some(epoch) {
-                return Order::Late;
-            }
-            // The peer's queue pair was replaced by a new one, whose numbers begin anew.
-            self.before = self.epoch;
-            self.epoch = Some(epoch);
-            self.newest = Some(id);
-            return Order::Newer;
+    /// Classifies a datagram. If the result is [`Order::Newer`], its message becomes the newest, and the caller gives up
+    /// the one in `state`; otherwise nothing changes.
+    pub(crate) fn classify(&mut self, epoch: u16, id: u32, now: Duration) -> Order {
+        match self.epoch {
+            Some(present) if present == epoch => {}
+            Some(_) if self.before.is_some_and(|b| b.covers(epoch, now)) => return Order::Late,
+            Some(_) => return Order::Replaces,
+            None => self.epoch = Some(epoch),
         }
         match self.newest {
             Some(newest) if newest == id => Order::Newest,
@@ -161,6 +185,13 @@ impl Incoming {
                 Order::Newer
             }
         }
+    }
+
+    /// Begins with message `id` of the queue pair that replaces the peer's earlier one, whose numbers begin anew.
+    pub(crate) fn replace(&mut self, epoch: u16, id: u32, now: Duration) {
+        self.before = self.epoch.map(|before| Replaced::new(before, now));
+        self.epoch = Some(epoch);
+        self.newest = Some(id);
     }
 
     /// Ends the incomplete message and returns its receive. `None`: no message was incomplete. `Some(None)`:
@@ -228,23 +259,33 @@ mod tests {
         assert!(coverage.add(2 * max, 2 * max + 1, 64).is_ok());
     }
 
+    const NOW: Duration = Duration::from_secs(100);
+
     #[test]
     fn newer_is_ahead_by_less_than_half_of_the_numbers() {
         let mut rx = Incoming::default();
-        assert_eq!(rx.classify(7, u32::MAX), Order::Newer);
-        assert_eq!(rx.classify(7, u32::MAX), Order::Newest);
-        assert_eq!(rx.classify(7, 0), Order::Newer);
-        assert_eq!(rx.classify(7, u32::MAX), Order::Late);
-        assert_eq!(rx.classify(7, 0x7fff_ffff), Order::Newer);
-        assert_eq!(rx.classify(7, 0xffff_ffff), Order::Late);
+        assert_eq!(rx.classify(7, u32::MAX, NOW), Order::Newer);
+        assert_eq!(rx.classify(7, u32::MAX, NOW), Order::Newest);
+        assert_eq!(rx.classify(7, 0, NOW), Order::Newer);
+        assert_eq!(rx.classify(7, u32::MAX, NOW), Order::Late);
+        assert_eq!(rx.classify(7, 0x7fff_ffff, NOW), Order::Newer);
+        assert_eq!(rx.classify(7, 0xffff_ffff, NOW), Order::Late);
     }
 
     #[test]
-    fn a_new_epoch_resets_the_numbers_and_the_old_one_is_late() {
+    fn a_new_epoch_resets_the_numbers_and_the_old_one_is_late_for_some_time() {
         let mut rx = Incoming::default();
-        assert_eq!(rx.classify(7, 100), Order::Newer);
-        assert_eq!(rx.classify(8, 1), Order::Newer);
-        assert_eq!(rx.classify(7, 101), Order::Late);
-        assert_eq!(rx.classify(8, 2), Order::Newer);
+        assert_eq!(rx.classify(7, 100, NOW), Order::Newer);
+        assert_eq!(rx.classify(8, 1, NOW), Order::Replaces);
+        assert_eq!(rx.classify(7, 101, NOW), Order::Newer, "nothing changed");
+        rx.replace(8, 1, NOW);
+        assert_eq!(rx.classify(7, 102, NOW), Order::Late);
+        assert_eq!(rx.classify(8, 2, NOW), Order::Newer);
+        let end = NOW + REPLACED_FOR;
+        assert_eq!(
+            rx.classify(7, 103, end - Duration::from_nanos(1)),
+            Order::Late
+        );
+        assert_eq!(rx.classify(7, 104, end), Order::Replaces);
     }
 }

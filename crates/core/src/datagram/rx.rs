@@ -374,7 +374,7 @@ impl DatagramQp {
         if u64::from(identity.length) > bounds::MAX_MESSAGE {
             return Err(Dropped::Operation);
         }
-        match self.incoming.classify(shim.epoch, shim.id) {
+        match self.incoming.classify(shim.epoch, shim.id, self.now) {
             Order::Late => return Err(Dropped::Late),
             Order::Newest => {}
             Order::Newer => {
@@ -385,6 +385,13 @@ impl DatagramQp {
                     Err(why) => MessageState::Refused(why),
                 };
                 self.incoming.state = Some(state);
+            }
+            Order::Replaces => {
+                self.give_up();
+                // Anyone can forge a datagram with another epoch. It counts only if its message can be received.
+                let open = self.open(identity)?;
+                self.incoming.replace(shim.epoch, shim.id, self.now);
+                self.incoming.state = Some(MessageState::Open(Box::new(open)));
             }
         }
         let (targets, complete) = match &mut self.incoming.state {

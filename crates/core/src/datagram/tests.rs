@@ -1052,6 +1052,36 @@ fn uc_datagrams_of_a_new_epoch_are_received_and_those_of_the_old_one_are_not() {
     arrived(&b, SEND, 1);
 }
 
+/// A forged datagram with another epoch has no effect if its message cannot be received. Otherwise the datagrams of the peer are late for
+/// a limited time.
+#[test]
+fn uc_forged_epoch_stops_the_peer_for_a_few_seconds_at_most() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    let mut now = Duration::from_secs(100);
+    for id in 0..4 {
+        b.recv(id, 2000, 100);
+    }
+    let epoch = a.qp.epoch;
+    let mut sends = |now: Duration, epoch: u16, len: usize| {
+        a.qp.epoch = epoch;
+        let payload = Payload::Sges(smallvec![a.sge(0, len as u32)]);
+        a.qp.post_send(request(1, SEND, payload, &b)).unwrap();
+        let sent = a.tx();
+        b.qp.set_now(now);
+        let result = b.receive_datagram(&a, &sent[0].bytes);
+        (result, statuses(&b.done()).len())
+    };
+    assert_eq!(sends(now, epoch, 10), (Ok(()), 1));
+    let forged = epoch ^ 0x5555;
+    assert_eq!(sends(now, forged, 101), (Err(Dropped::TooLong), 0));
+    assert_eq!(sends(now, epoch, 10), (Ok(()), 1));
+    assert_eq!(sends(now, forged, 10), (Ok(()), 1));
+    now += Duration::from_secs(5) - Duration::from_nanos(1);
+    assert_eq!(sends(now, epoch, 10), (Err(Dropped::Late), 0));
+    now += Duration::from_nanos(1);
+    assert_eq!(sends(now, epoch, 10), (Ok(()), 1));
+}
+
 #[test]
 fn uc_flush_completes_the_receive_in_use_first() {
     let (mut a, mut b) = pair(Kind::Uc);
