@@ -6,7 +6,8 @@
 //!
 //! A message is *open* from its first datagram until it is complete or given up, and *closed* afterwards. A bitmap of
 //! the last `WINDOW` message numbers tells which are closed, so that a late duplicate of a datagram does not
-//! overwrite memory that the program uses again.
+//! overwrite memory that the program uses again. It is forgotten when no such duplicate can exist any more: a source also
+//! numbers messages that leave no state here, and after 2^31 of those its next number would look old.
 //!
 //! The *epoch* in a datagram distinguishes its queue pair from an earlier one with the same queue pair number. A *run* is a
 //! contiguous range of the bytes of a message that have arrived.
@@ -16,7 +17,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::parity::Groups;
-use super::reassemble::{Coverage, Identity, REPLACED_FOR, Range, Replaced};
+use super::reassemble::{Coverage, Identity, LIFETIME, REPLACED_FOR, Range, Replaced};
 use super::table::Table;
 use super::types::{Dropped, Peer};
 use crate::bounds;
@@ -142,8 +143,13 @@ impl Records {
 pub(super) const WINDOW: u32 = 1024;
 
 /// The closed messages of a source.
+///
+/// They are forgotten when none was closed for [`LIFETIME`], because the numbers of a source pass half of their circle
+/// without a closed message if it sends other messages meanwhile. A source cannot send 2^31 of those in less time.
 #[derive(Debug, Default)]
 struct Closed {
+    /// When the last datagram of the message that was closed last arrived.
+    at: Duration,
     /// The largest closed number.
     top: Option<u32>,
     /// Bit `i` is set if number `top - i` is closed.
@@ -151,8 +157,12 @@ struct Closed {
 }
 
 impl Closed {
-    fn has(&self, id: u32) -> bool {
-        let Some(top) = self.top else {
+    fn is_forgotten(&self, now: Duration) -> bool {
+        now.saturating_sub(self.at) >= LIFETIME
+    }
+
+    fn has(&self, id: u32, now: Duration) -> bool {
+        let Some(top) = self.top.filter(|_| !self.is_forgotten(now)) else {
             return false;
         };
         let behind = top.wrapping_sub(id);
@@ -165,7 +175,11 @@ impl Closed {
         }
     }
 
-    fn close(&mut self, id: u32) {
+    fn close(&mut self, id: u32, now: Duration) {
+        if self.is_forgotten(now) {
+            *self = Self::default();
+        }
+        self.at = self.at.max(now);
         let behind = match self.top {
             None => {
                 self.top = Some(id);
@@ -353,7 +367,7 @@ impl Messages {
         }
         if source.open.iter().any(|(n, _)| *n == id) {
             MessageStatus::Open
-        } else if !self.reliable && source.closed.has(id) {
+        } else if !self.reliable && source.closed.has(id, now) {
             MessageStatus::Late
         } else {
             MessageStatus::New
@@ -459,7 +473,7 @@ impl Messages {
         given_up: &mut Vec<GivenUp>,
     ) {
         let source = self.enter(peer, epoch, now, given_up);
-        source.closed.close(id);
+        source.closed.close(id, now);
     }
 
     /// Closes an open message and returns it.
@@ -467,7 +481,7 @@ impl Messages {
         let source = self.sources.get_mut(peer)?;
         let at = source.open.iter().position(|(n, _)| *n == id)?;
         let (_, open) = source.open.remove(at);
-        source.closed.close(id);
+        source.closed.close(id, open.last);
         self.counts.remove(&open);
         self.timers.remove(&(open.timer, *peer, id));
         Some(open)
@@ -579,11 +593,13 @@ impl Messages {
 mod tests {
     use super::*;
 
+    const NOW: Duration = Duration::from_secs(100);
+
     #[test]
     fn closed_numbers_stay_closed_and_others_open() {
         let mut closed = Closed::default();
         let mut model = std::collections::HashSet::new();
-        assert!(!closed.has(5));
+        assert!(!closed.has(5, NOW));
         let mut id = u32::MAX - 3000;
         for step in 0..5000_u32 {
             // The number mostly grows by two, sometimes by more, and sometimes shrinks.
@@ -593,15 +609,15 @@ mod tests {
                 51 => id.wrapping_add(300),
                 _ => id.wrapping_add(2),
             };
-            closed.close(id);
+            closed.close(id, NOW);
             model.insert(id);
             let top = closed.top.unwrap();
             for back in (0..WINDOW).step_by(7) {
                 let n = top.wrapping_sub(back);
-                assert_eq!(closed.has(n), model.contains(&n), "{n:#x} at {step}");
+                assert_eq!(closed.has(n, NOW), model.contains(&n), "{n:#x} at {step}");
             }
-            assert!(closed.has(top.wrapping_sub(WINDOW)));
-            assert!(!closed.has(top.wrapping_add(1)));
+            assert!(closed.has(top.wrapping_sub(WINDOW), NOW));
+            assert!(!closed.has(top.wrapping_add(1), NOW));
         }
     }
 
@@ -742,9 +758,35 @@ mod tests {
     #[test]
     fn a_jump_beyond_the_window_clears_it() {
         let mut closed = Closed::default();
-        closed.close(1);
-        closed.close(1_000_000);
-        assert!(closed.has(1_000_000) && !closed.has(999_999));
-        assert!(closed.has(1));
+        closed.close(1, NOW);
+        closed.close(1_000_000, NOW);
+        assert!(closed.has(1_000_000, NOW) && !closed.has(999_999, NOW));
+        assert!(closed.has(1, NOW));
+    }
+
+    /// A source sends 2^31 messages that leave no state, and then one that does.
+    #[test]
+    fn closed_numbers_are_forgotten_when_no_datagram_of_theirs_can_arrive() {
+        let who = nth(1);
+        let mut messages = Messages::new(false);
+        let mut given_up = Vec::new();
+        let (old, new) = (5, 20 + (1 << 31));
+        messages.close_single(&who, 1, old, NOW, &mut given_up);
+        let end = NOW + LIFETIME;
+        for id in [old, new] {
+            let before = end - Duration::from_nanos(1);
+            assert_eq!(messages.status(&who, 1, id, before), MessageStatus::Late);
+            assert_eq!(messages.status(&who, 1, id, end), MessageStatus::New);
+        }
+        messages.close_single(&who, 1, new, end, &mut given_up);
+        assert_eq!(messages.status(&who, 1, new, end), MessageStatus::Late);
+        assert_eq!(messages.status(&who, 1, new + 1, end), MessageStatus::New);
+        // The time counts from the last datagram of a message, also if the message was opened long before.
+        let last = end + 2 * LIFETIME;
+        let message = Open { last, ..open() };
+        messages.open(&who, 1, new + 1, message, end, &mut given_up);
+        messages.close(&who, new + 1);
+        let late = last + LIFETIME - Duration::from_nanos(1);
+        assert_eq!(messages.status(&who, 1, new + 1, late), MessageStatus::Late);
     }
 }

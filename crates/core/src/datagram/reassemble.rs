@@ -139,6 +139,12 @@ pub(crate) enum Order {
 /// then late for this time.
 pub(crate) const REPLACED_FOR: Duration = Duration::from_secs(5);
 
+/// How long numbers of messages of which no further datagram arrives are remembered.
+///
+/// No network holds a datagram for so long, so that a message that is over cannot be received again. On the other hand, no source sends half
+/// of all message numbers in this time, after which a newer number would look older.
+pub(crate) const LIFETIME: Duration = Duration::from_secs(60);
+
 /// A queue pair of a peer that was replaced by another one with the same number.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Replaced {
@@ -163,6 +169,8 @@ pub(crate) struct Incoming {
     epoch: Option<u16>,
     before: Option<Replaced>,
     newest: Option<u32>,
+    /// When the last datagram of the newest message arrived.
+    at: Duration,
     pub(crate) state: Option<MessageState>,
 }
 
@@ -176,12 +184,17 @@ impl Incoming {
             Some(_) => return Order::Replaces,
             None => self.epoch = Some(epoch),
         }
+        let is_known = now.saturating_sub(self.at) < LIFETIME;
         match self.newest {
-            Some(newest) if newest == id => Order::Newest,
+            Some(newest) if newest == id => {
+                self.at = now;
+                Order::Newest
+            }
             // Numbers wrap around: a number is newer if it is ahead by less than 2^31.
-            Some(newest) if id.wrapping_sub(newest) >= 1 << 31 => Order::Late,
+            Some(newest) if is_known && id.wrapping_sub(newest) >= 1 << 31 => Order::Late,
             _ => {
                 self.newest = Some(id);
+                self.at = now;
                 Order::Newer
             }
         }
@@ -192,6 +205,7 @@ impl Incoming {
         self.before = self.epoch.map(|before| Replaced::new(before, now));
         self.epoch = Some(epoch);
         self.newest = Some(id);
+        self.at = now;
     }
 
     /// Ends the incomplete message and returns its receive. `None`: no message was incomplete. `Some(None)`:
@@ -270,6 +284,18 @@ mod tests {
         assert_eq!(rx.classify(7, u32::MAX, NOW), Order::Late);
         assert_eq!(rx.classify(7, 0x7fff_ffff, NOW), Order::Newer);
         assert_eq!(rx.classify(7, 0xffff_ffff, NOW), Order::Late);
+    }
+
+    #[test]
+    fn numbers_are_forgotten_when_no_datagram_of_theirs_can_arrive() {
+        let mut rx = Incoming::default();
+        let half = 1 << 31;
+        assert_eq!(rx.classify(7, 5, NOW), Order::Newer);
+        let end = NOW + LIFETIME;
+        let before = end - Duration::from_nanos(1);
+        assert_eq!(rx.classify(7, 5 + half, before), Order::Late);
+        assert_eq!(rx.classify(7, 5 + half, end), Order::Newer);
+        assert_eq!(rx.classify(7, 5, end), Order::Late);
     }
 
     #[test]
