@@ -296,6 +296,13 @@ pub const ERRORS_A_SECOND: u32 = 64;
 /// Peers whose cookies one queue pair keeps.
 pub const COOKIES: usize = 1024;
 
+/// Queued answers to the Reads of all peers of an unreliable queue pair, or twice as many as one peer may have (`max_reads` of
+/// [`crate::datagram::options`]) if that is more. An answer has no data before it is sent, and takes some 300 bytes.
+///
+/// A queue pair receives many datagrams before it sends again. With this limit 32 peers may have as many Reads among them as the
+/// default of `max_reads` allows each.
+pub const READ_ANSWERS: usize = 512;
+
 /// Length in bytes of the longest answer to whose length a request is padded.
 pub const READ_PADDING: usize = 1024;
 

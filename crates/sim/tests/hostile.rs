@@ -897,6 +897,35 @@ fn queued_read_answers_are_limited() {
     assert_eq!(sent_opcodes(&mut net, b).len() as u32, most);
 }
 
+/// Each reader has its share of the queued answers, and all together are limited too, also those without data.
+#[test]
+fn queued_read_answers_are_limited_for_each_reader_and_for_all() {
+    for size in [0, 8] {
+        let (mut net, b, mr) = receiver(options());
+        let addr = net[b].addr;
+        let most = u32::from(options().max_reads);
+        let mut sends = |readers: u32| {
+            for reader in 0..readers {
+                for id in 0..most {
+                    let request = sealed(read_request(id, size, &mr, 0));
+                    net.deliver(stranger(reader), addr, &request);
+                }
+            }
+            let busy = net[b].drops.remove(&Dropped::Busy).unwrap_or(0);
+            let batches = std::iter::from_fn(|| {
+                let batch = sent_opcodes(&mut net, b);
+                (!batch.is_empty()).then_some(batch)
+            });
+            let sent: Vec<Opcode> = batches.flatten().collect();
+            let answers = sent.iter().filter(|o| **o == Opcode::ReadResponse);
+            (busy as usize, answers.count())
+        };
+        assert_eq!(sends(4), (0, 4 * most as usize));
+        let dropped = 40 * most as usize - bounds::READ_ANSWERS;
+        assert_eq!(sends(40), (dropped, bounds::READ_ANSWERS));
+    }
+}
+
 #[test]
 fn a_writer_may_ask_for_a_record_of_each_datagram() {
     let (mut net, b, mr) = receiver(options());

@@ -96,7 +96,7 @@ struct anywarpdv_qp_init_attr {
 	uint8_t parity;			/* UD: datagrams for each parity datagram, 1 to 15; 0: no parity */
 	uint32_t max_send_size;		/* longest Send, bytes; 0: 4096. Above 4096 it must be equal at the peer */
 	uint32_t max_records;		/* limit of stored records and unreleased maps; RD: further writers wait; 0: 4096 */
-	uint32_t max_reads;		/* limit of outstanding Reads and atomics, and of queued responses to peers; 0: 16 */
+	uint32_t max_reads;		/* limit of outstanding Reads and atomics, and of queued responses to each peer; 0: 16 */
 	uint32_t max_read_size;		/* UD: longest Read of a peer; 0: 1 MiB */
 	uint32_t grace_us;		/* how long datagrams are accepted after the final one; 0: 2000 */
 	uint32_t deadline_us;		/* after this time without new bytes a message ends; 0: 100000 */

@@ -54,7 +54,7 @@ pub struct Options {
     pub parity: u8,
     /// How long the answer to a Read may take on an unreliable queue pair.
     pub read_timeout: Duration,
-    /// The largest number of outstanding Reads, and of queued answers.
+    /// The largest number of outstanding Reads, and of queued answers to each peer.
     pub max_reads: u16,
     /// The longest Read of a peer, bytes.
     pub max_read: u32,

@@ -6,7 +6,7 @@ use super::rd::Event;
 use super::reads::{REQUEST, Wanted};
 
 use super::DatagramQp;
-use super::outgoing::{ANSWER, peer_of};
+use super::outgoing::{ANSWER, index, peer_of};
 use super::types::{Arrival, Dropped, ErrorReport, Peer};
 use crate::bounds;
 use crate::ddp::tx::Address;
@@ -66,7 +66,7 @@ impl DatagramQp {
                 self.send_cookie(arrival, peer, shim.id);
                 return Ok(());
             }
-            if self.answers.len() >= usize::from(self.options.max_reads) {
+            if self.has_enough_unreliable_answers(peer) {
                 return Err(Dropped::Busy);
             }
             if !proven && !self.flow.spend(peer, answer) {
@@ -105,6 +105,19 @@ impl DatagramQp {
             .map_or(0, |to_peer| to_peer.answers);
         let most = bounds::RD_ANSWERS_PEER.max(self.options.max_reads.into());
         waiting >= most || (self.queued_answers >= bounds::RD_ANSWERS && waiting >= FAIR)
+    }
+
+    /// The same for an unreliable queue pair. Reads that are dropped here are not repeated, so each peer may have as many as a
+    /// queue pair sends before it waits, whatever the others do.
+    fn has_enough_unreliable_answers(&self, peer: &Peer) -> bool {
+        let most = usize::from(self.options.max_reads);
+        if self.answers.len() >= bounds::READ_ANSWERS.max(2 * most) {
+            return true;
+        }
+        // The repeated requests of this end are in the same queue.
+        let answers = self.answers.iter().filter(|c| c.request.is_none());
+        let theirs = answers.filter(|c| c.to.addr == peer.0 && index(c.to.qpn) == peer.1);
+        theirs.count() >= most
     }
 
     /// Sends a cookie to a peer whose request has a long answer. The peer has to send the cookie back before it is
