@@ -411,7 +411,7 @@ pub(crate) fn run(options: &Options) -> Result {
     }
     if options.short {
         simultaneous_pings()?;
-        rust_example()?;
+        rust_examples()?;
     }
     let load = fs::read_to_string("/proc/loadavg")?;
     let load = load.split_whitespace().next().unwrap_or_default();
@@ -525,19 +525,31 @@ fn simultaneous_pings() -> Result {
     Ok(())
 }
 
-/// Builds and runs the example of the Rust crate, which tests itself.
-fn rust_example() -> Result {
-    let example = ["--package=anywarp-exs-async", "--example=echo"];
-    sh::run(sh::cargo().args(["build", "--quiet"]).args(example))?;
-    let program = sh::target().join("debug/examples/echo");
-    let output = finish(Process::start(&mut on_device(
-        &program.to_string_lossy(),
-        None,
-    ))?)?;
-    if output.contains("4 messages") && output.contains("memory was read and written") {
-        return Ok(());
+/// Builds and runs the examples of the Rust crate, which test themselves.
+fn rust_examples() -> Result {
+    const IWARP: Variable = ("ANYWARP_FACE", "iwarp");
+    let access: &[&str] = &["no peer may write to the buffers"];
+    let echo: &[&str] = &["4 messages", "memory was read and written"];
+    sh::run(sh::cargo().args([
+        "build",
+        "--quiet",
+        "--package=anywarp-exs-async",
+        "--examples",
+    ]))?;
+    for (name, face, expected) in [
+        ("echo", None, echo),
+        ("echo", Some(IWARP), echo),
+        ("access", None, access),
+        ("access", Some(IWARP), access),
+    ] {
+        let program = sh::target().join("debug/examples").join(name);
+        let mut command = on_device(&program.to_string_lossy(), face);
+        let output = finish(Process::start(&mut command)?)?;
+        if !expected.iter().all(|text| output.contains(text)) {
+            return Err(format!("unexpected output of the example {name}: {output}").into());
+        }
     }
-    Err(format!("unexpected output of the example echo: {output}").into())
+    Ok(())
 }
 
 /// Returns a command that runs a program with the device, over a transport.

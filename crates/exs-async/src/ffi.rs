@@ -2,15 +2,14 @@
 
 use libc::{c_int, c_void, sockaddr, socklen_t, timeval};
 
-// The functions are referenced by their C names only, so without this the crate would not be linked.
-use exs as _;
-
 pub(crate) const VERSION: c_int = 1;
 pub(crate) const EVT_ACCEPT: c_int = 3;
 pub(crate) const CANCEL_AHANDLE: c_int = 2;
 pub(crate) const SHUT_WR: c_int = 1;
 pub(crate) const PERSISTENT: c_int = 1;
 pub(crate) const WAITALL: c_int = 4;
+/// `EXS_MHANDLE_UNREGISTERED`.
+pub(crate) const UNREGISTERED: c_int = -2;
 
 /// `exs_event_t`.
 #[repr(C)]

@@ -1,6 +1,7 @@
 //! Extended sockets as futures: a Rust interface to `<exs.h>`, over any RDMA device.
 //!
-//! An operation owns its [`Buffer`] and returns it at the end, because the peer's device reads the memory of the sender. An operation
+//! An operation owns its [`Buffer`] and returns it at the end, because the peer's device reads the memory of the sender. When a buffer
+//! has been returned, no peer can write to it, not even one that violates the protocol. An operation
 //! starts when the function is called, not when its future is first awaited. Dropping the future cancels it. The crate works with any
 //! executor: a thread of the crate dequeues the events and wakes the tasks.
 //!
@@ -41,7 +42,15 @@ fn check(result: c_int) -> io::Result<c_int> {
     }
 }
 
-/// Registered memory. A peer may read all of it while a send of it is in progress.
+/// Registered memory, which peers may read.
+///
+/// No peer can write to the memory while the program has it: memory that a peer may write is registered for writing only during the
+/// operation, and that registration ends before the buffer is returned.
+///
+/// Reading is different: each peer of the process that knows the key can read all of the memory as long as the buffer exists. A peer
+/// that follows the protocol reads only the bytes of a send, and only until the send has ended. Another one may also read
+/// what the program writes to the buffer later, and sees some changes partly. The program is not affected by that. But do not put
+/// data that a peer must not know into a buffer that was sent to it.
 #[derive(Debug)]
 pub struct Buffer {
     bytes: Box<[u8]>,
@@ -60,6 +69,17 @@ impl Buffer {
         // SAFETY: the memory is live until `drop` deregisters the handle.
         let handle = check(unsafe { ffi::exs_mregister(bytes.as_mut_ptr().cast(), len, 0) })?;
         Ok(Self { bytes, handle })
+    }
+
+    /// Returns the handle for a receive of a socket.
+    fn receive_handle(&self, fd: c_int) -> c_int {
+        // If a receive lets peers write to the memory of a handle, they may do so as long as the handle exists. The program has plain
+        // references to the memory then.
+        if exs::lets_peers_write_received(fd) {
+            ffi::UNREGISTERED
+        } else {
+            self.handle
+        }
     }
 
     /// Returns an empty buffer without registered memory.
@@ -252,7 +272,7 @@ impl Socket {
         // SAFETY: as in `send`.
         self.transfer(buffer, move |queue, id, b| unsafe {
             let to: *mut c_void = b.bytes.as_mut_ptr().cast();
-            ffi::exs_recv(fd, to, b.bytes.len(), 0, queue, id, b.handle)
+            ffi::exs_recv(fd, to, b.bytes.len(), 0, queue, id, b.receive_handle(fd))
         })
     }
 
@@ -281,7 +301,16 @@ impl Socket {
         // SAFETY: as in `send`.
         self.transfer(buffer, move |queue, id, b| unsafe {
             let to: *mut c_void = b.bytes.as_mut_ptr().cast();
-            ffi::exs_recv_offset(fd, to, b.bytes.len(), 0, queue, id, b.handle, offset)
+            ffi::exs_recv_offset(
+                fd,
+                to,
+                b.bytes.len(),
+                0,
+                queue,
+                id,
+                b.receive_handle(fd),
+                offset,
+            )
         })
     }
 
@@ -294,7 +323,15 @@ impl Socket {
         // SAFETY: as in `send`.
         self.transfer(buffer, move |queue, id, b| unsafe {
             let to: *mut c_void = b.bytes.as_mut_ptr().cast();
-            ffi::exs_recv(fd, to, b.bytes.len(), ffi::WAITALL, queue, id, b.handle)
+            ffi::exs_recv(
+                fd,
+                to,
+                b.bytes.len(),
+                ffi::WAITALL,
+                queue,
+                id,
+                b.receive_handle(fd),
+            )
         })
     }
 
@@ -333,8 +370,19 @@ impl Socket {
         let fd = self.fd.0;
         Shared::start(fd, buffer, |queue, id, b| {
             let to: *mut c_void = b.bytes.as_mut_ptr().cast();
+            // The peer may write to the memory of a handle also after the event, as long as the handle exists.
             // SAFETY: the driver keeps the buffer until the event.
-            unsafe { ffi::exs_recv(fd, to, b.bytes.len(), ffi::PERSISTENT, queue, id, b.handle) }
+            unsafe {
+                ffi::exs_recv(
+                    fd,
+                    to,
+                    b.bytes.len(),
+                    ffi::PERSISTENT,
+                    queue,
+                    id,
+                    ffi::UNREGISTERED,
+                )
+            }
         })
     }
 

@@ -79,7 +79,8 @@ impl Shared {
         range.unwrap_or(&[])
     }
 
-    /// Ends the operation, and waits until the peer does not access the buffer any more. Returns the buffer.
+    /// Ends the operation, and waits until the peer does not use the buffer any more. Returns the buffer. The registration that let peers
+    /// write to it has ended then. For reading, see [`Buffer`].
     ///
     /// # Errors
     ///

@@ -24,6 +24,14 @@ mod queue;
 mod socket;
 mod wire;
 
+/// Returns whether memory of `exs_mregister` may be written by peers after a receive of this socket, until `exs_mderegister`. With
+/// `EXS_MHANDLE_UNREGISTERED` the access ends before the event. Returns true if the socket is not connected.
+#[must_use]
+pub fn lets_peers_write_received(fd: libc::c_int) -> bool {
+    let socket = library::get().and_then(|library| library.socket(fd));
+    !socket.is_ok_and(|socket| socket.device().is_ok_and(|(device, _)| !device.iwarp))
+}
+
 /// Returns the errno of the last call to libc or verbs.
 fn errno() -> libc::c_int {
     std::io::Error::last_os_error()
