@@ -17,6 +17,8 @@ const BATCH: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) queue: c_int,
+    /// No waker is cloned, woken or dropped while this is locked, because that executes code of the program: dropping a waker may
+    /// drop a task with another [`Operation`], which locks this.
     operations: Mutex<Operations>,
 }
 
@@ -194,16 +196,20 @@ impl Future for Operation {
         if let Some((error, buffer)) = self.refused.take() {
             return Poll::Ready((Err(error), buffer));
         }
+        let waker = context.waker().clone();
         let mut operations = self.driver.lock();
         let Some(entry) = operations.all.get_mut(&self.id) else {
             return Poll::Ready((Err(io::ErrorKind::InvalidInput.into()), None));
         };
         let Some(event) = entry.event else {
-            entry.waker = Some(context.waker().clone());
+            let old = entry.waker.replace(waker);
+            drop(operations);
+            drop(old);
             return Poll::Pending;
         };
-        let buffer = operations.all.remove(&self.id).and_then(|e| e.buffer);
+        let entry = operations.all.remove(&self.id);
         drop(operations);
+        let buffer = entry.and_then(|e| e.buffer);
         self.over = true;
         let result = match event.errno {
             0 => Ok(event),
@@ -219,12 +225,15 @@ impl Drop for Operation {
             return;
         }
         let mut operations = self.driver.lock();
+        let mut waker = None;
         let ended = operations.all.get_mut(&self.id).is_some_and(|entry| {
             entry.abandoned = true;
+            waker = entry.waker.take();
             entry.event.is_some()
         });
         let entry = ended.then(|| operations.all.remove(&self.id)).flatten();
         drop(operations);
+        drop(waker);
         if let Some(event) = entry.as_ref().and_then(|e| e.event) {
             if event.kind == ffi::EVT_ACCEPT && event.errno == 0 {
                 close(accepted(&event));
@@ -232,5 +241,74 @@ impl Drop for Operation {
         } else {
             self.cancel();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, mpsc};
+    use std::task::Wake;
+    use std::time::Duration;
+
+    /// Returns a driver without a device. The test passes the events.
+    fn driver() -> &'static Driver {
+        Box::leak(Box::new(Driver {
+            queue: -1,
+            operations: Mutex::default(),
+        }))
+    }
+
+    fn start(driver: &'static Driver) -> Operation {
+        driver.start(-1, None, |_, _| 0)
+    }
+
+    fn poll(operation: &mut Operation, waker: &Waker) -> bool {
+        let mut context = Context::from_waker(waker);
+        Pin::new(operation).poll(&mut context).is_ready()
+    }
+
+    /// Runs a closure, which may hang if the code is wrong.
+    fn within_10_s(run: impl FnOnce() + Send + 'static) {
+        let (done, is_done) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            run();
+            done.send(()).unwrap();
+        });
+        let result = is_done.recv_timeout(Duration::from_secs(10));
+        assert_ne!(result, Err(mpsc::RecvTimeoutError::Timeout), "it hangs");
+        thread.join().unwrap();
+    }
+
+    /// A task with an operation, which is dropped with its last waker.
+    struct Task(#[expect(dead_code, reason = "it is only dropped")] Mutex<Operation>);
+
+    impl Wake for Task {
+        fn wake(self: Arc<Self>) {}
+    }
+
+    #[test]
+    fn a_replaced_waker_may_drop_a_task_with_another_operation() {
+        within_10_s(|| {
+            let driver = driver();
+            let mut waited_for = start(driver);
+            let task: Waker = Arc::new(Task(Mutex::new(start(driver)))).into();
+            assert!(!poll(&mut waited_for, &task));
+            drop(task);
+            assert!(!poll(&mut waited_for, Waker::noop()));
+        });
+    }
+
+    #[test]
+    fn a_dropped_operation_does_not_keep_its_task() {
+        within_10_s(|| {
+            let driver = driver();
+            let mut waited_for = start(driver);
+            let task = Arc::new(Task(Mutex::new(start(driver))));
+            let weak = Arc::downgrade(&task);
+            assert!(!poll(&mut waited_for, &task.into()));
+            drop(waited_for);
+            assert_eq!(weak.strong_count(), 0);
+        });
     }
 }
