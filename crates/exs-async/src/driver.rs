@@ -5,6 +5,7 @@ use crate::ffi;
 use libc::c_int;
 use std::collections::HashMap;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -88,9 +89,17 @@ impl Driver {
                 // No other error occurs here: the call fails in a child of `fork`, but this thread does not exist there.
                 return;
             };
-            for event in events.iter().take(n) {
-                self.end(event);
-            }
+            self.end_all(events.get(..n).unwrap_or_default());
+        }
+    }
+
+    /// Ends the operations to which events belong. Wakers are code of the program, and may panic. The panic is reported by its hook, and
+    /// does not end the thread, because all operations of the process need it.
+    fn end_all(&self, events: &[ffi::Event]) {
+        for event in events {
+            let ended = catch_unwind(AssertUnwindSafe(|| self.end(event)));
+            // The destructor of the payload may panic too.
+            ended.unwrap_or_else(std::mem::forget);
         }
     }
 
@@ -310,5 +319,26 @@ mod tests {
             drop(waited_for);
             assert_eq!(weak.strong_count(), 0);
         });
+    }
+
+    #[test]
+    fn a_waker_that_panics_does_not_stop_other_operations() {
+        struct Panics;
+        impl Wake for Panics {
+            fn wake(self: Arc<Self>) {
+                panic!("a waker of the program");
+            }
+        }
+        let driver = driver();
+        let (mut first, mut second) = (start(driver), start(driver));
+        assert!(!poll(&mut first, &Arc::new(Panics).into()));
+        assert!(!poll(&mut second, Waker::noop()));
+        let event = |operation: &Operation| ffi::Event {
+            ahandle: operation.id,
+            ..ffi::Event::default()
+        };
+        driver.end_all(&[event(&first), event(&second)]);
+        assert!(poll(&mut first, Waker::noop()));
+        assert!(poll(&mut second, Waker::noop()));
     }
 }
