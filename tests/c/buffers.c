@@ -13,8 +13,10 @@
 #include <inttypes.h>
 #include <malloc.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 
 #undef ibv_reg_mr
 
@@ -815,6 +817,56 @@ static const char *threads(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- a signal handler that unmaps memory */
+
+static uint8_t *unmapped;
+static volatile sig_atomic_t unmappings;
+
+static void unmap_it(int number)
+{
+	(void)number;
+	munmap(unmapped, LEN);
+	mmap(unmapped, LEN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+	unmappings++;
+}
+
+/* A handler that interrupts a function of the library, which may hold a lock, unmaps and maps memory whose registration is kept. */
+static const char *handler(size_t arg)
+{
+	static const struct itimerval often = { { 0, 2000 }, { 0, 2000 } }, never;
+	uint8_t *at = mapped(LEN);
+	struct awbuf_buffer out;
+	sigset_t set;
+
+	(void)arg;
+	TRY(open_device());
+	shared = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(shared, "awbuf_open: %s", strerror(errno));
+	if (!stats_of(shared).watching)
+		SKIP("the kernel does not report changes of memory");
+	unmapped = mapped(LEN);
+	sigemptyset(&set);
+	sigaddset(&set, SIGPROF);
+	signal(SIGPROF, unmap_it);
+	setitimer(ITIMER_PROF, &often, NULL);
+	until = now_ms() + 2000;
+	for (unsigned int i = 0; now_ms() < until; i++) {
+		ENSURE(!awbuf_get_send(shared, at, LEN, 0, &out) && !awbuf_release(&out, 0), "a use: %s", strerror(errno));
+		if (i % 8)
+			continue;
+		/* Memory in use must not be unmapped. */
+		sigprocmask(SIG_BLOCK, &set, NULL);
+		ENSURE(!awbuf_get_send(shared, unmapped, LEN, 0, &out) && !awbuf_release(&out, 0), "a use: %s", strerror(errno));
+		sigprocmask(SIG_UNBLOCK, &set, NULL);
+	}
+	setitimer(ITIMER_PROF, &never, NULL);
+	ENSURE(unmappings > 10 && stats_of(shared).invalidated > 10, "%d unmappings, %" PRIu64 " registrations ended",
+	       (int)unmappings, stats_of(shared).invalidated);
+	munmap(at, LEN);
+	munmap(unmapped, LEN);
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- a registration that ends slowly */
 
 #define SLOW_MS 300u
@@ -1154,6 +1206,7 @@ static const struct test tests[] = {
 	{ "piece_again_1", piece_again, 1, 0, false },
 	{ "piece_again_4", piece_again, 4, 0, false },
 	{ "threads", threads, 0, 0, false },
+	{ "handler", handler, 0, 0, false },
 	{ "close_waits", waits, BY_CLOSE, 0, false },
 	{ "invalidate_waits", waits, BY_INVALIDATE, 0, false },
 	{ "busy", busy, 0, 0, false },

@@ -2,14 +2,17 @@
 //!
 //! Each manager has a number. The *owner* of a registration is the number of the manager that has made it.
 //!
-//! Two threads serve all managers of a process. One reads the kernel's reports and removes the affected registrations from the table.
-//! The kernel stops a thread that unmaps watched memory until the report is read, so the thread that reads the reports must not
-//! unmap memory. Ending a registration may unmap memory, so the other thread does that.
+//! Two threads serve all managers of a process. One reads the kernel's reports. The kernel stops a thread that changes watched memory
+//! until the report is read, so this thread takes no lock, neither allocates nor frees memory, and does nothing else. Whoever locks
+//! the table removes the registrations of the reported memory first; the other thread does so if no thread of the program does. It then
+//! ends these registrations.
 
-use std::sync::{Condvar, Mutex, OnceLock};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use std::thread::Thread;
 
 use libc::c_int;
 
+use crate::changes::{Changes, Taken};
 use crate::ffi::ibv_pd;
 use crate::fork;
 use crate::lock::{lock, wait};
@@ -19,13 +22,42 @@ use crate::thread::spawn;
 use crate::watch::{self, Change, Watch, pages};
 
 static TABLE: Mutex<Table> = Mutex::new(Table::empty());
-/// Signalled when a registration must be ended.
-static DEAD: Condvar = Condvar::new();
+static CHANGES: Changes = Changes::new();
 /// Signalled when a registration has ended.
 static ENDED: Condvar = Condvar::new();
 static WATCH: OnceLock<Result<Watch, c_int>> = OnceLock::new();
 /// How many times a lookup is repeated while the thread that reads reports has not read all of them.
 const LOOKUPS_MAX: usize = 64;
+
+/// Locks the table, and removes the registrations of memory that has changed.
+fn table() -> MutexGuard<'static, Table> {
+    let mut table = lock(&TABLE);
+    let Some(Ok(watch)) = WATCH.get() else {
+        return table;
+    };
+    while let Some(change) = CHANGES.take() {
+        match change {
+            Taken::One(Change::Gone { start, end }) => {
+                table.invalidate(&(start..end), None, Some(watch), false);
+            }
+            Taken::One(Change::Emptied { start, end }) => {
+                table.invalidate(&(start..end), None, Some(watch), true);
+            }
+            Taken::One(Change::Moved { start, end, to }) => {
+                table.invalidate(&(start..end), None, Some(watch), false);
+                // The memory is still watched at its new address. If the program has already used it there, that registration ends too,
+                // because its memory is not watched any more.
+                let new = to..to + (end - start);
+                table.invalidate(&new, None, Some(watch), true);
+                watch.forget(&new);
+            }
+            Taken::All => {
+                table.invalidate(&(0..usize::MAX), None, Some(watch), true);
+            }
+        }
+    }
+    table
+}
 
 /// Returns the descriptor (of userfaultfd(2)) by which the kernel reports changes of memory. The first call creates it and its threads.
 ///
@@ -36,69 +68,52 @@ pub(crate) fn watch() -> Result<&'static Watch, c_int> {
     let made = WATCH.get_or_init(|| {
         lock(&TABLE).make_room();
         let watch = Watch::open()?;
-        let read = || {
+        let read = |ender: Thread| {
             // `get_or_init` sets the value after its closure has returned.
             while WATCH.get().is_none() {
                 std::thread::yield_now();
             }
             if let Some(Ok(watch)) = WATCH.get() {
-                read_changes(watch);
+                read_changes(watch, &ender);
             }
         };
         spawn("awbuf-end", end_the_dead)
-            .and_then(|()| spawn("awbuf-watch", read))
+            .and_then(|ender| spawn("awbuf-watch", move || read(ender)))
             .inspect_err(|_| watch.close())?;
         Ok(watch)
     });
     made.as_ref().map_err(|errno| *errno)
 }
 
-/// Reads the kernel's reports. The table is locked while a report is read and the entries of the reported memory are removed, so
-/// other threads find only entries whose mapping has not changed. This thread neither allocates nor frees memory.
-fn read_changes(watch: &'static Watch) {
+/// Reads the kernel's reports, which lets the threads continue that have changed the memory.
+fn read_changes(watch: &'static Watch, ender: &Thread) {
     while watch.wait() {
-        let mut table = lock(&TABLE);
-        while let Some(change) = watch.next() {
-            match change {
-                Change::Gone { start, end } => {
-                    table.invalidate(&(start..end), None, Some(watch), false);
-                }
-                Change::Emptied { start, end } => {
-                    table.invalidate(&(start..end), None, Some(watch), true);
-                }
-                Change::Moved { start, end, to } => {
-                    table.invalidate(&(start..end), None, Some(watch), false);
-                    watch.forget(&(to..to + (end - start)));
-                }
-            }
-        }
-        let any = table.has_dead();
-        drop(table);
-        if any {
-            DEAD.notify_one();
-        }
+        CHANGES.add(|| watch.next());
+        ender.unpark();
     }
 }
 
 fn end_the_dead() {
     loop {
-        let mut table = lock(&TABLE);
-        while !table.has_dead() {
-            table = wait(&DEAD, table);
-        }
-        drop(table);
+        drop(table());
         end_dead();
+        std::thread::park();
     }
+}
+
+/// Removes the registrations of memory that has changed, so that the statistics count them.
+pub(crate) fn refresh() {
+    drop(table());
 }
 
 /// Ends the dead registrations, which no buffer uses any more, except those that other threads are ending.
 fn end_dead() {
     loop {
-        let Some((number, region)) = lock(&TABLE).begin_end() else {
+        let Some((number, region)) = table().begin_end() else {
             return;
         };
         drop(region);
-        let rest = lock(&TABLE).ended(number);
+        let rest = table().ended(number);
         ENDED.notify_all();
         drop(rest);
     }
@@ -107,7 +122,7 @@ fn end_dead() {
 /// Ends the dead registrations, and waits for other threads that are ending those selected by `until`.
 fn end_dead_until(until: Until) {
     end_dead();
-    let mut table = lock(&TABLE);
+    let mut table = table();
     while table.is_ending(until) {
         table = wait(&ENDED, table);
     }
@@ -126,7 +141,7 @@ impl Drop for Kept {
         if fork::is_child() {
             return;
         }
-        let over = lock(&TABLE).release(self.id);
+        let over = table().release(self.id);
         if let Some(until) = over {
             end_dead_until(until);
         }
@@ -144,10 +159,16 @@ pub(crate) enum Answer {
     Unknown,
 }
 
+/// Returns whether the table contains no registrations of changed memory. The caller has locked the table.
+fn is_settled() -> bool {
+    // The order matters: a change counts for the kernel until it was read, and for `CHANGES` from before that moment on.
+    watch().is_ok_and(Watch::settled) && CHANGES.are_taken()
+}
+
 /// Looks up a cached registration. If there is none and `learn` is set, counts the use of the memory.
 pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
     for _ in 0..LOOKUPS_MAX {
-        let mut table = lock(&TABLE);
+        let mut table = table();
         let Some(found) = table.find(wanted) else {
             return if learn && table.is_known(wanted) {
                 Answer::Known
@@ -156,7 +177,7 @@ pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
             };
         };
         // The memory may have been unmapped and mapped again before the report of the change was read.
-        if !found.watched || watch().is_ok_and(Watch::settled) {
+        if !found.watched || is_settled() {
             table.hold(&found);
             let Found { id, lkey, rkey, .. } = found;
             return Answer::Kept(Kept { id, lkey, rkey });
@@ -189,10 +210,10 @@ pub(crate) unsafe fn keep(
     if watched && (watch.is_none() || !watch::anonymous(&pages(&wanted.range))) {
         // The memory cannot be watched, because it is not anonymous or the kernel does not permit it. This does not change soon, and it
         // takes long to read the list of mappings, so the next attempt is postponed.
-        lock(&TABLE).postpone(wanted);
+        table().postpone(wanted);
         return Ok(None);
     }
-    let reserve = || lock(&TABLE).reserve(wanted, watched, watch, limit);
+    let reserve = || table().reserve(wanted, watched, watch, limit);
     let mut reserved = reserve();
     if let Err(Some(until)) = reserved {
         end_dead_until(until);
@@ -207,12 +228,12 @@ pub(crate) unsafe fn keep(
     match unsafe { Region::new(pd, start, len, access) } {
         Ok(region) => {
             let (lkey, rkey) = (region.lkey(), region.rkey());
-            let filled = lock(&TABLE).fill(id, region);
+            let filled = table().fill(id, region);
             debug_assert!(filled.is_ok(), "an entry in use is in one of the lists");
             Ok(filled.is_ok().then_some(Kept { id, lkey, rkey }))
         }
         Err(errno) => {
-            lock(&TABLE).cancel(id, watch);
+            table().cancel(id, watch);
             end_dead();
             Err(errno)
         }
@@ -224,7 +245,7 @@ pub(crate) unsafe fn keep(
 pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let (ended, until) = {
-        let mut table = lock(&TABLE);
+        let mut table = table();
         let ended = if range.is_empty() {
             0
         } else {
@@ -241,7 +262,7 @@ pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
 pub(crate) fn forget(owner: u64) {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let until = {
-        let mut table = lock(&TABLE);
+        let mut table = table();
         table.drop_owner(owner, watch);
         table.until(owner)
     };
@@ -252,10 +273,42 @@ pub(crate) fn forget(owner: u64) {
 pub(crate) fn shrink(owner: u64) -> bool {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let (any, until) = {
-        let mut table = lock(&TABLE);
+        let mut table = table();
         let any = table.shrink(owner, watch);
         (any, table.until(owner))
     };
     end_dead_until(until);
     any
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::watch::page;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    /// As a signal handler does that interrupts a thread with the lock.
+    #[test]
+    fn a_thread_with_the_lock_may_unmap_watched_memory() {
+        let Ok(watch) = watch() else {
+            return;
+        };
+        let (done, is_done) = mpsc::channel();
+        std::thread::spawn(move || {
+            let protection = libc::PROT_READ | libc::PROT_WRITE;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            // SAFETY: this is a new mapping.
+            let at = unsafe { libc::mmap(std::ptr::null_mut(), page(), protection, flags, -1, 0) };
+            assert_ne!(at, libc::MAP_FAILED);
+            watch.add(&(at.addr()..at.addr() + page())).unwrap();
+            let locked = lock(&TABLE);
+            // SAFETY: the memory was mapped above.
+            unsafe { libc::munmap(at, page()) };
+            assert!(!is_settled(), "the change is not removed from the table");
+            drop(locked);
+            done.send(()).unwrap();
+        });
+        assert_eq!(is_done.recv_timeout(Duration::from_secs(10)), Ok(()));
+    }
 }

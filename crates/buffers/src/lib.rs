@@ -17,14 +17,15 @@
 //! pieces   long buffers, in parallel          manager  chooses how to provide a buffer
 //! pool     memory to copy through             cache    cached registrations and their end
 //! table    the table of cached registrations  watch    the kernel's reports about the program's memory
-//! region   one registration; critical size    fork     detection of forked children
-//! ffi      libibverbs
+//! changes  the changes that were reported     region   one registration; critical size
+//! fork     detection of forked children       ffi      libibverbs
 //! ```
 //!
 //! `man 7 anywarp-buffers` describes the C interface.
 
 mod api;
 mod cache;
+mod changes;
 mod ffi;
 mod fork;
 mod lock;

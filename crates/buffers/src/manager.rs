@@ -289,6 +289,9 @@ impl Manager {
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         let inner = &self.0;
+        if !fork::is_child() {
+            cache::refresh();
+        }
         let counters = &inner.counters;
         Statistics {
             critical: inner.critical as u64,

@@ -2,9 +2,8 @@
 //!
 //! The *owner* of a registration is the number of the manager that has made the registration.
 //!
-//! The thread that reads the kernel's reports of changed memory locks this table, and a thread that unmaps memory waits until
-//! its report was read. So no code here allocates or frees memory while it holds the lock, since that might unmap memory. All
-//! lists are allocated at the beginning.
+//! No code here allocates or frees memory while it holds the lock, since that may take long, and may unmap memory whose change must then
+//! be removed from this table. All lists are allocated at the beginning.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -357,11 +356,6 @@ impl Table {
             begun: false,
             _counters: entry.counters,
         });
-    }
-
-    /// Returns whether there is a dead registration that no thread is ending.
-    pub(crate) fn has_dead(&self) -> bool {
-        self.dead.iter().any(|dead| !dead.begun)
     }
 
     /// Takes a dead registration. The caller ends it without the lock, and then calls [`Self::ended`].

@@ -1,5 +1,7 @@
 //! The library's threads, and cancellation of the program's threads.
 
+use std::thread::Thread;
+
 use libc::c_int;
 
 unsafe extern "C" {
@@ -30,7 +32,7 @@ impl Drop for Uncancelled {
 }
 
 /// Starts a thread that blocks all signals, so that threads of the program handle them.
-pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), c_int> {
+pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<Thread, c_int> {
     // SAFETY: the signal sets are locals; the mask is restored below.
     unsafe {
         let mut all = std::mem::zeroed();
@@ -42,6 +44,8 @@ pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(
             .stack_size(256 << 10)
             .spawn(run);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
-        spawned.map(drop).map_err(|_| libc::EAGAIN)
+        spawned
+            .map(|handle| handle.thread().clone())
+            .map_err(|_| libc::EAGAIN)
     }
 }
