@@ -44,7 +44,8 @@ pub(super) const TRANSFER: usize = 64_000;
 /// The number of receives that are posted beyond the peer's credits (permissions to send a message), because its control messages use
 /// no credits.
 const EXTRA_RECEIVES: u32 = 2 * CONTROL;
-/// The time that `rclose` waits until the peer has received the sent data, unless `SO_LINGER` sets another time.
+/// The time that `rclose` waits until the peer has received the sent data, unless `SO_LINGER` sets another time; and the time that
+/// `rshutdown` waits for room for its message.
 const LINGER: Duration = Duration::from_secs(5);
 /// The longest time that `rclose` then waits until a peer with librdmacm's rsockets has closed its end. The limit of [`LINGER`] or
 /// `SO_LINGER` applies too. Sends of such a peer fail once this end has closed, and librdmacm then discards data that it has received.
@@ -96,6 +97,8 @@ pub(super) struct Stream {
     broken: Option<c_int>,
     /// The pending error, which `SO_ERROR` returns.
     error: c_int,
+    /// Whether `rclose` has not yet told the peer the end of the stream.
+    farewell: bool,
 }
 
 /// A queue pair with its memory.
@@ -558,6 +561,7 @@ impl Stream {
             sending: false,
             broken: None,
             error: 0,
+            farewell: false,
         }
     }
 
@@ -996,12 +1000,28 @@ impl Stream {
         Some(posted)
     }
 
-    /// Returns whether all sends have completed, or one has failed.
+    /// Ends both directions of an open connection, without waiting for room for a message to the peer: [`Self::is_sent`] sends it. Returns
+    /// whether the connection was open.
+    fn leave(&mut self) -> bool {
+        let open = self.is_open();
+        if open {
+            self.over(None);
+            self.farewell = true;
+        }
+        open
+    }
+
+    /// Returns whether all sends have completed, with the message that ends the stream, or one has failed.
     fn is_sent(&mut self) -> bool {
         match &mut self.end {
             Some(end) if self.phase == Phase::Over => {
                 let polled = end.poll();
-                end.outstanding == 0 || polled.failed.is_some()
+                if self.farewell && end.sender.take_control(1) {
+                    self.farewell = false;
+                    // If the message cannot be posted, the connection has ended.
+                    let _ended = end.post_message(CONTROL_ONE, None, Message::Disconnect);
+                }
+                polled.failed.is_some() || (end.outstanding == 0 && !self.farewell)
             }
             _ => true,
         }
@@ -1211,10 +1231,16 @@ pub(super) fn shutdown(socket: &Socket, how: c_int) -> Result<(), c_int> {
 /// Finishes a stream before the socket is closed: waits until the peer has received the sent data and the end of the stream.
 pub(super) fn finish(socket: &Socket) {
     let linger = socket.options().linger.unwrap_or(LINGER);
-    let open = socket.stream().is_ok_and(|s| s.is_open());
     if linger.is_zero() {
         return;
     }
+    let until = Instant::now().checked_add(linger);
+    let left = socket.stream().is_ok_and(|mut stream| {
+        stream.step(socket);
+        stream.leave()
+    });
+    // Threads that wait for this socket check its state again.
+    socket.wakers.wake_all();
     let wait = |until, done: fn(&mut Stream) -> bool| {
         let _done = socket.block(Wait::Until(until), |arm| {
             let Kind::Stream(stream) = &socket.kind else {
@@ -1227,10 +1253,8 @@ pub(super) fn finish(socket: &Socket) {
             done(&mut stream).then_some(Ok(()))
         });
     };
-    let until = Instant::now().checked_add(linger);
-    let is_shut_down = open && shutdown(socket, libc::SHUT_RDWR).is_ok();
     wait(until, Stream::is_sent);
-    if is_shut_down {
+    if left {
         let answer = Instant::now().checked_add(ANSWER);
         wait(until.min(answer).or(answer), Stream::is_answered);
     }
@@ -1349,5 +1373,48 @@ mod tests {
         assert!(got.starts_with(&sent));
         assert_eq!(all(), Err(libc::ECONNRESET));
         assert_eq!(all(), Ok(0));
+    }
+
+    /// Uses the room of the far end for control messages, as if those that it has sent were unacknowledged. Returns how many.
+    fn use_room(far: &Socket) -> u32 {
+        let mut stream = far.stream().unwrap();
+        let sender = &mut stream.any_end().unwrap().sender;
+        std::iter::repeat_with(|| sender.take_control(1))
+            .take_while(|taken| *taken)
+            .map(u32::from)
+            .sum()
+    }
+
+    #[test]
+    fn closing_ends_at_its_time_limit_without_room_for_a_message() {
+        let (far, _, _others) = half_a_ring();
+        far.options().linger = Some(Duration::from_secs(1));
+        use_room(&far);
+        let begin = Instant::now();
+        finish(&far);
+        let time = begin.elapsed();
+        assert!(time >= Duration::from_secs(1), "there was room");
+        assert!(time < Duration::from_secs(3), "it takes {time:?}");
+    }
+
+    #[test]
+    fn the_peer_is_told_the_end_when_there_is_room_again() {
+        let (far, _, [_listener, near]) = half_a_ring();
+        far.options().linger = Some(Duration::from_secs(10));
+        let used = use_room(&far);
+        let closing = {
+            let far = Arc::clone(&far);
+            std::thread::spawn(move || finish(&far))
+        };
+        std::thread::sleep(Duration::from_millis(200));
+        let mut stream = far.stream().unwrap();
+        stream.any_end().unwrap().sender.done(0, used, 0);
+        drop(stream);
+        far.wakers.wake_all();
+        closing.join().unwrap();
+        let mut got = [0_u8; 1];
+        // SAFETY: the object is live until the call returns.
+        let to = unsafe { Caller::new(got.as_mut_ptr(), got.len()) };
+        assert_eq!(receive(&near, &to, 0), Ok(0));
     }
 }
