@@ -125,12 +125,13 @@ pub(super) struct End {
     refused: Refused,
     /// The number of signaled sends that have not completed.
     outstanding: usize,
+    /// Whether the peer has closed its end.
+    disconnected: bool,
 }
 
 /// A summary of the polled completions.
 #[derive(Default)]
 struct Polled {
-    disconnect: bool,
     shutdown: bool,
     /// A send failed.
     failed: Option<Status>,
@@ -197,6 +198,7 @@ impl End {
             arrived: Vec::new(),
             refused: Refused::default(),
             outstanding: 0,
+            disconnected: false,
         };
         // From here on, dropping `end` destroys the queue pair.
         end.post_receives(0..receives)
@@ -477,7 +479,7 @@ impl End {
                 Ok(())
             }
             Message::Disconnect => {
-                polled.disconnect = true;
+                self.disconnected = true;
                 Ok(())
             }
             Message::Shutdown => {
@@ -717,6 +719,7 @@ impl Stream {
         // A message that arrived before the connection ended has a completion by now, because the end is reported after it.
         let Some(end) = &mut self.end else { return };
         let polled = end.poll();
+        let disconnected = end.disconnected;
         if self.phase != Phase::Open {
             return;
         }
@@ -724,7 +727,7 @@ impl Stream {
         if let Some(violation) = polled.violation {
             log!(Warn, "rsocket {}: {violation}", socket.number);
             self.cut_off();
-        } else if polled.disconnect {
+        } else if disconnected {
             self.over(None);
         } else if let Some(status) = polled.failed {
             log!(Info, "rsocket {}: a send failed: {status}", socket.number);
@@ -1030,9 +1033,10 @@ impl Stream {
     /// Returns whether the peer has closed its end. Always returns true for an anywarp peer: such a peer acknowledges messages, so
     /// [`Self::is_sent`] already shows that it has received all data.
     fn is_answered(&mut self) -> bool {
-        self.end
-            .as_mut()
-            .is_none_or(|end| end.poll().disconnect || !end.qp.has_standard_peer())
+        self.end.as_mut().is_none_or(|end| {
+            end.poll();
+            end.disconnected || !end.qp.has_standard_peer()
+        })
     }
 
     /// Closes the socket without notifying the peer.
@@ -1416,5 +1420,23 @@ mod tests {
         // SAFETY: the object is live until the call returns.
         let to = unsafe { Caller::new(got.as_mut_ptr(), got.len()) };
         assert_eq!(receive(&near, &to, 0), Ok(0));
+    }
+
+    /// The message that says so may be polled by each call while this end closes, not only by the one that waits for it.
+    #[test]
+    fn it_is_known_that_the_peer_has_closed_whoever_polls_the_message() {
+        let (far, _, [_listener, near]) = half_a_ring();
+        assert!(far.stream().unwrap().leave());
+        shutdown(&near, libc::SHUT_RDWR).unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        while far.stream().unwrap().any_end().unwrap().cq.is_empty() {
+            assert!(Instant::now() < until, "the message does not arrive");
+            far.engine().on_idle_poll();
+        }
+        let mut stream = far.stream().unwrap();
+        stream.step(&far);
+        let end = stream.any_end().unwrap();
+        end.poll();
+        assert!(end.disconnected);
     }
 }
