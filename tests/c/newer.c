@@ -12,6 +12,7 @@
 #include <rdma/rdma_cma.h>
 #include <rdma/rsocket.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 
 #define MASK_IOVA (1u << 0)
 #define MASK_ADDR (1u << 1)
@@ -347,6 +348,36 @@ static const char *repoll_changes(size_t arg)
 	return NULL;
 }
 
+/* A change of a set that fails for lack of descriptors has no effect. */
+static const char *repoll_without_descriptors(size_t arg)
+{
+	struct rlimit before, now;
+	uint64_t data = 0;
+	pthread_t thread;
+	int ends[2], set = -1, lowest, rc, failed;
+
+	(void)arg;
+	TRY(new_set(&set));
+	shared_set = set;
+	TRY(new_pipe(ends));
+	ENSURE(!pthread_create(&thread, NULL, wait_in_set, &data), "pthread_create");
+	sleep_ms(100);
+	lowest = dup(0);
+	ENSURE(lowest >= 0 && !close(lowest) && !getrlimit(RLIMIT_NOFILE, &before), "dup: %s", strerror(errno));
+	now = before;
+	now.rlim_cur = (rlim_t)lowest;
+	ENSURE(!setrlimit(RLIMIT_NOFILE, &now), "setrlimit: %s", strerror(errno));
+	rc = ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 9);
+	failed = errno;
+	ENSURE(!setrlimit(RLIMIT_NOFILE, &before), "setrlimit: %s", strerror(errno));
+	ENSURE(rc == -1 && failed == EMFILE, "add without descriptors: %d %s", rc, strerror(failed));
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 9), "add after a failure: %s", strerror(errno));
+	ENSURE(write(ends[1], "x", 1) == 1, "write");
+	pthread_join(thread, NULL);
+	ENSURE(data == 9, "the thread got %llu", (unsigned long long)data);
+	return NULL;
+}
+
 #define EVENT_ADDRINFO_RESOLVED 16
 #define EVENT_ADDRINFO_ERROR 17
 #define EVENT_USER 18
@@ -452,6 +483,7 @@ static const struct test tests[] = {
 	{ "own_events", own_events, 0, 0, false },
 	{ "repoll_set", repoll_set, 0, 0, false },
 	{ "repoll_changes", repoll_changes, 0, 0, false },
+	{ "repoll_without_descriptors", repoll_without_descriptors, 0, 0, false },
 	{ "private_nodes", private_nodes, 0, 0, false },
 	{ "port_speed", port_speed, 0, 0, false },
 	{ "reg_mr_ex_works", reg_mr_ex_works, 0, 0, false },

@@ -102,16 +102,19 @@ fn control(number: c_int, op: c_int, fd: c_int, event: Option<epoll_event>) -> R
     match (op, at, event) {
         (libc::EPOLL_CTL_ADD, Some(_), _) => return Err(libc::EEXIST),
         (libc::EPOLL_CTL_MOD | libc::EPOLL_CTL_DEL, None, _) => return Err(libc::ENOENT),
-        (libc::EPOLL_CTL_ADD, None, Some(event)) => {
-            if state.members.len() >= MEMBERS {
-                return Err(libc::ENOSPC);
-            }
-            state.members.push(Member {
-                fd,
-                events: event.events & EVENTS,
-                data: event.u64,
-            });
-        }
+        (libc::EPOLL_CTL_ADD | libc::EPOLL_CTL_MOD, _, None) => return Err(libc::EFAULT),
+        (libc::EPOLL_CTL_ADD, ..) if state.members.len() >= MEMBERS => return Err(libc::ENOSPC),
+        _ => {}
+    }
+    // This may fail for lack of descriptors, so it precedes the change.
+    let fresh = (state.waiting > 0).then(Channel::new).transpose();
+    let fresh = fresh.map_err(|e| os_errno(&e))?;
+    match (op, at, event) {
+        (libc::EPOLL_CTL_ADD, None, Some(event)) => state.members.push(Member {
+            fd,
+            events: event.events & EVENTS,
+            data: event.u64,
+        }),
         (libc::EPOLL_CTL_MOD, Some(at), Some(event)) => {
             if let Some(member) = state.members.get_mut(at) {
                 (member.events, member.data) = (event.events & EVENTS, event.u64);
@@ -120,11 +123,9 @@ fn control(number: c_int, op: c_int, fd: c_int, event: Option<epoll_event>) -> R
         (libc::EPOLL_CTL_DEL, Some(at), _) => {
             state.members.remove(at);
         }
-        (libc::EPOLL_CTL_ADD | libc::EPOLL_CTL_MOD, _, None) => return Err(libc::EFAULT),
         _ => return Err(libc::EINVAL),
     }
-    if state.waiting > 0 {
-        let fresh = Channel::new().map_err(|e| os_errno(&e))?;
+    if let Some(fresh) = fresh {
         let old = std::mem::replace(&mut state.changed, Arc::new(fresh));
         old.push(());
     }
