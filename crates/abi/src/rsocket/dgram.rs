@@ -361,6 +361,8 @@ impl Datagrams {
             return Ok(());
         };
         self.start(socket)?;
+        // This may fail. The socket then keeps its peer.
+        self.ask(socket, to)?;
         self.to = Some(to);
         self.source = None;
         if let Some(end) = &mut self.end {
@@ -374,7 +376,6 @@ impl Datagrams {
             end.arrived.retain(|a| a.from == to);
             end.repost(others);
         }
-        self.ask(socket, to)?;
         let request = self.requests.get(&to);
         self.source = request.and_then(|r| r.id.local()).map(|a| a.ip());
         Ok(())
@@ -846,6 +847,20 @@ mod tests {
         send_to(&server, b"answer", Some(from));
         // The client accepts only datagrams from the server's address.
         assert_eq!(receive_from(&client), Ok((b"answer".to_vec(), at)));
+    }
+
+    #[test]
+    fn a_socket_whose_new_peer_cannot_be_reached_keeps_the_old_one() {
+        let (server, client) = (socket(), socket());
+        bind(&server, "127.0.0.1:0".parse().unwrap()).unwrap();
+        connect(&client, server.local()).unwrap();
+        // The address lacks its interface.
+        let nowhere = "[fe80::1]:9".parse().unwrap();
+        assert_eq!(connect(&client, Some(nowhere)), Err(libc::EADDRNOTAVAIL));
+        assert_eq!(state(&client).unwrap().remote(), server.local());
+        send_to(&client, b"ask", None);
+        let (bytes, _) = receive_from(&server).unwrap();
+        assert_eq!(bytes, b"ask");
     }
 
     /// A thread takes an event that may free a slot for another thread, which sleeps in `rsendto`.
