@@ -31,23 +31,23 @@ struct awbuf_attr {
 
 enum {
 	AWBUF_NO_CACHE = 1 << 0, /* cache no registrations */
-	AWBUF_NO_WATCH = 1 << 1, /* cache only registrations of AWBUF_STABLE memory */
+	AWBUF_NO_WATCH = 1 << 1  /* cache only registrations of AWBUF_STABLE memory */
 };
 
 /* Flags of awbuf_get_send, awbuf_get_recv and awbuf_pieces_begin. */
 enum {
-	AWBUF_STABLE = 1 << 0, /* the memory stays mapped until the program calls awbuf_invalidate */
+	AWBUF_STABLE = 1 << 0 /* the memory stays mapped until the program calls awbuf_invalidate */
 };
 
 enum awbuf_how {
 	AWBUF_COPIED = 1,     /* copied through memory of the manager */
 	AWBUF_REGISTERED = 2, /* registered for this use */
-	AWBUF_KEPT = 3,       /* with a cached registration */
+	AWBUF_KEPT = 3        /* with a cached registration */
 };
 
 enum awbuf_use {
 	AWBUF_SEND = 1,
-	AWBUF_RECV = 2,
+	AWBUF_RECV = 2
 };
 
 /* Memory that is ready for a request. */

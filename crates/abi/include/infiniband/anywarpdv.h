@@ -26,7 +26,7 @@ enum anywarpdv_qp_type {
 	/* Unreliable datagrams; ibv_qp_init_attr_ex.qp_type is IBV_QPT_UD. */
 	ANYWARPDV_QPT_UD = 0,
 	/* Reliable datagrams; qp_type is IBV_QPT_DRIVER. */
-	ANYWARPDV_QPT_RD = 1,
+	ANYWARPDV_QPT_RD = 1
 };
 
 /* The length of the datagrams of a message that needs several. */
@@ -36,7 +36,7 @@ enum anywarpdv_segment {
 	/* The length that jumbo frames of 9000 bytes carry. */
 	ANYWARPDV_SEGMENT_JUMBO = 1,
 	/* Up to 60 KiB of payload in each datagram. IP fragments such a datagram, and a lost fragment loses all of it. */
-	ANYWARPDV_SEGMENT_MAX = 2,
+	ANYWARPDV_SEGMENT_MAX = 2
 };
 
 /*
@@ -49,7 +49,7 @@ enum anywarpdv_record_mode {
 	/* When its final datagram arrives. If that is lost, there is no record. */
 	ANYWARPDV_RECORD_THESIS = 1,
 	/* For each datagram. */
-	ANYWARPDV_RECORD_CHUNK = 2,
+	ANYWARPDV_RECORD_CHUNK = 2
 };
 
 enum anywarpdv_qp_flags {
@@ -62,7 +62,7 @@ enum anywarpdv_qp_flags {
 	/* RD: an error of one peer does not move the queue pair to the error state. */
 	ANYWARPDV_QP_KEEP_GOING = 1 << 3,
 	/* RD: Writes cause no records at the peer. */
-	ANYWARPDV_QP_PLAIN_WRITES = 1 << 4,
+	ANYWARPDV_QP_PLAIN_WRITES = 1 << 4
 };
 
 /*
@@ -83,7 +83,7 @@ enum anywarpdv_progress {
 	/* 0.15 ms after the last poll. If the program had polled without a pause for at least 2 ms: 1 ms after the last poll. */
 	ANYWARPDV_PROGRESS_AUTO = 0,
 	/* 1 ms after the last poll, so that the thread does not disturb a program that computes between its polls. */
-	ANYWARPDV_PROGRESS_POLLED = 1,
+	ANYWARPDV_PROGRESS_POLLED = 1
 };
 
 struct anywarpdv_qp_init_attr {
@@ -130,7 +130,7 @@ enum anywarpdv_record_flags {
 	ANYWARPDV_RECORD_IS_CHUNK = 1 << 1,
 	/* The final datagram, or the notice that the message has ended, has arrived. */
 	ANYWARPDV_RECORD_FINAL_SEEN = 1 << 2,
-	ANYWARPDV_RECORD_WITH_IMM = 1 << 3,
+	ANYWARPDV_RECORD_WITH_IMM = 1 << 3
 };
 
 /* A range of bytes of a message that have arrived: [from, to). */
@@ -141,7 +141,7 @@ struct anywarpdv_range {
 
 enum anywarpdv_error_flags {
 	/* wr_id is that of the request. It is known for the last 1,024 messages of the queue pair. */
-	ANYWARPDV_ERROR_WITH_WR_ID = 1 << 0,
+	ANYWARPDV_ERROR_WITH_WR_ID = 1 << 0
 };
 
 /* The error report of a peer about a message that was sent to it. */
