@@ -28,7 +28,6 @@ struct Attr {
 const NO_CACHE: c_uint = 1;
 const NO_WATCH: c_uint = 2;
 const STABLE: c_uint = 1;
-const MOST_THREADS: usize = 64;
 
 /// `struct awbuf_buffer`
 #[repr(C)]
@@ -118,10 +117,7 @@ fn settings(attr: Option<&Attr>) -> Answer<Settings> {
     set(&mut settings.pool_bytes, attr.pool_bytes);
     set(&mut settings.cache_bytes, attr.cache_bytes);
     set(&mut settings.piece, attr.piece_size);
-    set(
-        &mut settings.threads,
-        (attr.threads as usize).min(MOST_THREADS),
-    );
+    set(&mut settings.threads, attr.threads as usize);
     if attr.flags & NO_CACHE != 0 {
         settings.cache_bytes = 0;
     }

@@ -18,6 +18,9 @@ use crate::table::{Counters, Wanted};
 /// takes as long as copying. It is registered if the pool is empty.
 const SHORT: usize = 4 << 10;
 
+/// The upper limit of [`Settings::threads`].
+const MOST_THREADS: usize = 64;
+
 /// How memory is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
@@ -64,7 +67,7 @@ pub struct Settings {
     pub watch: bool,
     /// The length of the pieces of long buffers.
     pub piece: usize,
-    /// The number of threads that register pieces, including that of the caller.
+    /// The number of threads that register pieces, including that of the caller; at most 64.
     pub threads: usize,
 }
 
@@ -190,11 +193,12 @@ impl Manager {
     /// # Safety
     ///
     /// `pd` is a protection domain that outlives the manager and all its buffers.
-    pub unsafe fn open(pd: *mut ffi::ibv_pd, settings: Settings) -> Result<Self, c_int> {
+    pub unsafe fn open(pd: *mut ffi::ibv_pd, mut settings: Settings) -> Result<Self, c_int> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if fork::generation() != 0 {
             return Err(libc::EPERM);
         }
+        settings.threads = settings.threads.min(MOST_THREADS);
         let critical = match settings.critical {
             Some(critical) => critical,
             // SAFETY: upheld by the caller.
@@ -500,5 +504,22 @@ impl Buffer {
             // SAFETY: the program did not access this memory until now.
             unsafe { copy(piece.addr(), *to, received.min(self.len)) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_threads_is_limited() {
+        let settings = Settings {
+            critical: Some(1),
+            threads: usize::MAX,
+            ..Settings::default()
+        };
+        // SAFETY: the manager uses the domain only to register memory.
+        let manager = unsafe { Manager::open(std::ptr::null_mut(), settings) }.unwrap();
+        assert_eq!(manager.0.settings.threads, MOST_THREADS);
     }
 }
