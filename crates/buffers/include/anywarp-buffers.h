@@ -88,6 +88,7 @@ int awbuf_get_recv(struct awbuf *buffers, void *addr, size_t length, unsigned in
 int awbuf_release(struct awbuf_buffer *buffer, size_t received);
 int awbuf_invalidate(struct awbuf *buffers, const void *addr, size_t length);
 
+/* Data to send must be complete before this call: threads may copy later pieces before awbuf_pieces_next returns them. */
 struct awbuf_pieces *awbuf_pieces_begin(struct awbuf *buffers, void *addr, size_t length, enum awbuf_use use, unsigned int flags);
 int awbuf_pieces_next(struct awbuf_pieces *pieces, struct awbuf_buffer *buffer);
 int awbuf_pieces_end(struct awbuf_pieces *pieces);

@@ -77,7 +77,8 @@ impl Shared {
 }
 
 impl Pieces {
-    /// Starts to prepare `len` bytes at `addr`.
+    /// Starts to prepare `len` bytes at `addr`. Data to send is complete by now: threads may copy later pieces before [`Self::next`]
+    /// returns them.
     ///
     /// # Errors
     ///
