@@ -1,13 +1,14 @@
 //! The event queue of the process, the thread that dequeues events, and the operations that wait for their events.
 
-use crate::Buffer;
+use crate::accept::{Accept, Kept};
 use crate::ffi;
+use crate::{Buffer, Fd};
 use libc::c_int;
 use std::collections::HashMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 /// The length of the event queue, which limits the number of operations in progress in the process.
@@ -36,12 +37,26 @@ struct Entry {
     event: Option<ffi::Event>,
     /// The buffer of the operation, which the library uses until the event.
     buffer: Option<Buffer>,
+    /// For an accept: where its connection goes if the future was dropped.
+    kept: Option<Arc<Kept>>,
     /// Whether the future was dropped.
     abandoned: bool,
 }
 
+impl Entry {
+    /// Handles the event of an operation whose future was dropped.
+    fn discard(self, event: &ffi::Event) {
+        if let Some(kept) = self.kept {
+            if event.kind == ffi::EVT_ACCEPT && event.errno == 0 {
+                kept.put(Fd(accepted(event)));
+            }
+            Kept::leave(kept);
+        }
+    }
+}
+
 /// Acquires a lock. Poisoning is ignored, because a panic of another thread must not end the futures of this one.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -70,6 +85,15 @@ pub(crate) fn get() -> io::Result<&'static Driver> {
 }
 
 impl Driver {
+    /// Returns a driver for tests, which pass the events.
+    #[cfg(test)]
+    pub(crate) fn without_device() -> &'static Self {
+        Box::leak(Box::new(Self {
+            queue: -1,
+            operations: Mutex::default(),
+        }))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Operations> {
         lock(&self.operations)
     }
@@ -95,7 +119,7 @@ impl Driver {
 
     /// Ends the operations to which events belong. Wakers are code of the program, and may panic. The panic is reported by its hook, and
     /// does not end the thread, because all operations of the process need it.
-    fn end_all(&self, events: &[ffi::Event]) {
+    pub(crate) fn end_all(&self, events: &[ffi::Event]) {
         for event in events {
             let ended = catch_unwind(AssertUnwindSafe(|| self.end(event)));
             // The destructor of the payload may panic too.
@@ -121,9 +145,8 @@ impl Driver {
         let entry = operations.all.remove(&event.ahandle);
         drop(operations);
         // The buffer of an abandoned operation is dropped without the lock, because that deregisters memory.
-        drop(entry);
-        if event.kind == ffi::EVT_ACCEPT && event.errno == 0 {
-            close(accepted(event));
+        if let Some(entry) = entry {
+            entry.discard(event);
         }
     }
 
@@ -131,27 +154,53 @@ impl Driver {
     pub(crate) fn start(
         &'static self,
         fd: c_int,
-        mut buffer: Option<Buffer>,
+        buffer: Option<Buffer>,
+        call: impl FnOnce(isize, Option<&mut Buffer>) -> c_int,
+    ) -> Operation {
+        let entry = Entry {
+            buffer,
+            ..Entry::default()
+        };
+        self.add(fd, entry, call)
+    }
+
+    /// Starts to accept a connection of a listener. `call` passes the number of the operation to the library.
+    pub(crate) fn accept(
+        &'static self,
+        fd: c_int,
+        kept: &Arc<Kept>,
+        call: impl FnOnce(isize) -> c_int,
+    ) -> Accept {
+        let entry = Entry {
+            kept: Some(Arc::clone(kept)),
+            ..Entry::default()
+        };
+        Accept {
+            operation: self.add(fd, entry, |id, _| call(id)),
+            kept: Arc::clone(kept),
+        }
+    }
+
+    fn add(
+        &'static self,
+        fd: c_int,
+        mut entry: Entry,
         call: impl FnOnce(isize, Option<&mut Buffer>) -> c_int,
     ) -> Operation {
         let mut operations = self.lock();
         operations.next = operations.next.wrapping_add(1);
         let id = operations.next;
         // The lock is held during the call, so an event that arrives before the call returns waits for the lock and finds the entry.
-        let refused = crate::check(call(id, buffer.as_mut())).err();
+        let refused = crate::check(call(id, entry.buffer.as_mut())).err();
         if let Some(error) = refused {
             return Operation {
                 driver: self,
                 fd,
                 id,
-                refused: Some((error, buffer)),
+                refused: Some((error, entry.buffer)),
                 over: true,
             };
         }
-        let entry = Entry {
-            buffer,
-            ..Entry::default()
-        };
         operations.all.insert(id, entry);
         Operation {
             driver: self,
@@ -180,7 +229,7 @@ pub(crate) fn close(fd: c_int) {
 pub(crate) struct Operation {
     driver: &'static Driver,
     fd: c_int,
-    id: isize,
+    pub(crate) id: isize,
     refused: Option<(io::Error, Option<Buffer>)>,
     over: bool,
 }
@@ -243,12 +292,9 @@ impl Drop for Operation {
         let entry = ended.then(|| operations.all.remove(&self.id)).flatten();
         drop(operations);
         drop(waker);
-        if let Some(event) = entry.as_ref().and_then(|e| e.event) {
-            if event.kind == ffi::EVT_ACCEPT && event.errno == 0 {
-                close(accepted(&event));
-            }
-        } else {
-            self.cancel();
+        match entry.and_then(|entry| entry.event.map(|event| (entry, event))) {
+            Some((entry, event)) => entry.discard(&event),
+            None => self.cancel(),
         }
     }
 }
@@ -259,14 +305,6 @@ mod tests {
     use std::sync::{Arc, mpsc};
     use std::task::Wake;
     use std::time::Duration;
-
-    /// Returns a driver without a device. The test passes the events.
-    fn driver() -> &'static Driver {
-        Box::leak(Box::new(Driver {
-            queue: -1,
-            operations: Mutex::default(),
-        }))
-    }
 
     fn start(driver: &'static Driver) -> Operation {
         driver.start(-1, None, |_, _| 0)
@@ -299,7 +337,7 @@ mod tests {
     #[test]
     fn a_replaced_waker_may_drop_a_task_with_another_operation() {
         within_10_s(|| {
-            let driver = driver();
+            let driver = Driver::without_device();
             let mut waited_for = start(driver);
             let task: Waker = Arc::new(Task(Mutex::new(start(driver)))).into();
             assert!(!poll(&mut waited_for, &task));
@@ -311,7 +349,7 @@ mod tests {
     #[test]
     fn a_dropped_operation_does_not_keep_its_task() {
         within_10_s(|| {
-            let driver = driver();
+            let driver = Driver::without_device();
             let mut waited_for = start(driver);
             let task = Arc::new(Task(Mutex::new(start(driver))));
             let weak = Arc::downgrade(&task);
@@ -329,7 +367,7 @@ mod tests {
                 panic!("a waker of the program");
             }
         }
-        let driver = driver();
+        let driver = Driver::without_device();
         let (mut first, mut second) = (start(driver), start(driver));
         assert!(!poll(&mut first, &Arc::new(Panics).into()));
         assert!(!poll(&mut second, Waker::noop()));

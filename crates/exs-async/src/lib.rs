@@ -20,16 +20,19 @@
 //! # }
 //! ```
 
+mod accept;
 mod driver;
 mod ffi;
 mod shared;
 
+use accept::Kept;
 use driver::Operation;
 use libc::{c_int, c_void, sockaddr, socklen_t};
 pub use shared::Shared;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
 /// The longest queue of connections that are not accepted yet.
 const BACKLOG: c_int = 128;
@@ -139,6 +142,7 @@ impl Drop for Fd {
 #[derive(Debug)]
 pub struct Listener {
     fd: Fd,
+    kept: Arc<Kept>,
 }
 
 impl Listener {
@@ -168,7 +172,8 @@ impl Listener {
             check(ffi::exs_bind(fd.0, (&raw const raw).cast(), len))?;
             check(ffi::exs_listen(fd.0, BACKLOG))?;
         }
-        Ok(Self { fd })
+        let kept = Arc::default();
+        Ok(Self { fd, kept })
     }
 
     /// Returns the address at which the listener accepts connections.
@@ -190,20 +195,22 @@ impl Listener {
         }
     }
 
-    /// Accepts a connection.
+    /// Accepts a connection. If the future is dropped after a connection was established, the next call returns this connection.
     ///
     /// # Errors
     ///
     /// The peer disconnected before the connection was established.
     pub async fn accept(&self) -> io::Result<Socket> {
         let driver = driver::get()?;
+        if let Some(fd) = self.kept.take() {
+            return Ok(Socket { fd });
+        }
         let fd = self.fd.0;
-        // SAFETY: null is passed for the address.
-        let call = |id, _: Option<&mut Buffer>| unsafe {
-            ffi::exs_accept(fd, std::ptr::null_mut(), 0, driver.queue, id)
-        };
-        let (event, _) = driver.start(fd, None, call).await;
-        let fd = Fd(driver::accepted(&event?));
+        let accept = driver.accept(fd, &self.kept, |id| {
+            // SAFETY: null is passed for the address.
+            unsafe { ffi::exs_accept(fd, std::ptr::null_mut(), 0, driver.queue, id) }
+        });
+        let fd = accept.await?;
         Ok(Socket { fd })
     }
 }
