@@ -128,6 +128,10 @@ pub struct DatagramQp {
     current: Option<Current>,
     /// Answers to peers, and requests that are sent again.
     answers: VecDeque<Current>,
+    /// Those to peers whose windows were closed when it was their turn. They are not looked at for each datagram that is sent.
+    closed_answers: VecDeque<Current>,
+    /// When they are looked at next, because the window of a silent peer opens with time.
+    look_again: Duration,
     /// Short datagrams that are answers.
     outbox: VecDeque<TxDatagram>,
     /// Final datagrams of messages, which are repeated.
@@ -213,6 +217,8 @@ impl DatagramQp {
             segment: bounds::DATAGRAM_PAYLOAD,
             current: None,
             answers: VecDeque::new(),
+            closed_answers: VecDeque::new(),
+            look_again: Duration::ZERO,
             outbox: VecDeque::new(),
             trailers: VecDeque::new(),
             peer_queues: Table::default(),
@@ -688,6 +694,7 @@ impl DatagramQp {
         }
         self.current = None;
         self.answers.clear();
+        self.closed_answers.clear();
         self.outbox.clear();
         self.trailers.clear();
         self.peer_queues.clear();

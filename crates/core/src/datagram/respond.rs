@@ -111,11 +111,13 @@ impl DatagramQp {
     /// queue pair sends before it waits, whatever the others do.
     fn has_enough_unreliable_answers(&self, peer: &Peer) -> bool {
         let most = usize::from(self.options.max_reads);
-        if self.answers.len() >= bounds::READ_ANSWERS.max(2 * most) {
+        let all = self.answers.len() + self.closed_answers.len();
+        if all >= bounds::READ_ANSWERS.max(2 * most) {
             return true;
         }
-        // The repeated requests of this end are in the same queue.
-        let answers = self.answers.iter().filter(|c| c.request.is_none());
+        // The repeated requests of this end are in the same queues.
+        let all = self.answers.iter().chain(&self.closed_answers);
+        let answers = all.filter(|c| c.request.is_none());
         let theirs = answers.filter(|c| c.to.addr == peer.0 && index(c.to.qpn) == peer.1);
         theirs.count() >= most
     }

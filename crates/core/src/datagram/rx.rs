@@ -317,6 +317,7 @@ impl DatagramQp {
             // A forged report only changes how much data may be under way to the source address of the
             // report.
             self.flow.handle_report(&peer, &report);
+            self.reopen_answers(&peer);
             return Ok(());
         }
         match (Control::parse(h), d.payload.first_chunk()) {

@@ -10,8 +10,7 @@ use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{
     Current, HEAD, Taken, has_no_window, has_room, index, ip_fields_of, peer_of,
 };
-use crate::datagram::types::Part;
-use crate::datagram::types::{Kind, SendEffect, TxDatagram};
+use crate::datagram::types::{Kind, Part, Peer, SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::qp::State;
 use crate::verbs::sq::Phase;
@@ -19,6 +18,9 @@ use crate::verbs::wr::{Destination, Op, Payload};
 use crate::wire::dgram::{self, SEND_HEAD, Shim};
 use crate::wire::rd::Packet;
 use crate::wire::rdmap::Opcode;
+
+/// The time after which the answers to peers whose windows were closed are looked at again, unless their peers report.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 impl DatagramQp {
     /// Returns whether the batch is full, so that there may be more to send.
@@ -350,47 +352,87 @@ impl DatagramQp {
         buffer
     }
 
-    /// The next answer to a peer whose window is open. Answers to peers whose windows are closed go to the end of the queue, so
-    /// that a slow peer delays only its own answers.
+    /// The next answer to a peer whose window is open. Answers to peers whose windows are closed are set aside, so that a slow peer
+    /// delays only its own answers, and many of them do not make the others slow.
     pub(super) fn next_answer(&mut self) -> Option<Current> {
         if self.receives().is_err() {
             return None;
         }
-        for _ in 0..self.answers.len() {
-            let mut current = self.answers.pop_front()?;
-            match current.peer() {
-                Some(peer) if !self.flow.is_open(&peer, self.now) => {
-                    current.waits.get_or_insert(self.now);
-                    self.answers.push_back(current);
-                }
-                _ => return Some(current),
+        if self.look_again <= self.now && !self.closed_answers.is_empty() {
+            self.look_again = self.now + LOOK_AGAIN;
+            self.move_answers(|this, c| this.is_open_answer(c));
+        }
+        while let Some(mut current) = self.answers.pop_front() {
+            if self.is_open_answer(&current) {
+                return Some(current);
             }
+            current.waits.get_or_insert(self.now);
+            self.closed_answers.push_back(current);
         }
         None
     }
 
+    fn is_open_answer(&self, current: &Current) -> bool {
+        let peer = current.peer();
+        peer.is_none_or(|peer| self.flow.is_open(&peer, self.now))
+    }
+
+    /// Moves those answers back to the queue that `which` selects.
+    fn move_answers(&mut self, which: impl Fn(&Self, &Current) -> bool) {
+        let mut at = 0;
+        while let Some(current) = self.closed_answers.get(at) {
+            if which(self, current) {
+                self.answers.extend(self.closed_answers.remove(at));
+            } else {
+                at += 1;
+            }
+        }
+    }
+
+    /// Moves the answers to a peer back to the queue, because the peer has reported.
+    pub(in crate::datagram) fn reopen_answers(&mut self, peer: &Peer) {
+        if !self.closed_answers.is_empty() && self.flow.is_open(peer, self.now) {
+            self.move_answers(|_, c| c.peer().as_ref() == Some(peer));
+        }
+    }
+
     pub(in crate::datagram) fn has_open_answer(&self) -> bool {
-        let open = |c: &Current| {
-            c.peer()
-                .is_none_or(|peer| self.flow.is_open(&peer, self.now))
-        };
-        self.receives().is_ok() && self.answers.iter().any(open)
+        let is_open = |c: &Current| self.is_open_answer(c);
+        self.receives().is_ok()
+            && (self.answers.iter().any(is_open)
+                || self.look_again <= self.now && self.closed_answers.iter().any(is_open))
     }
 
     /// Resumes answers to peers that have not reported for [`bounds::DATAGRAM_STALL`].
     pub(in crate::datagram) fn resume_late_answers(&mut self) {
-        for current in &mut self.answers {
-            let over = |since: Duration| since + bounds::DATAGRAM_STALL <= self.now;
-            if let (Some(peer), true) = (current.peer(), current.waits.is_some_and(over)) {
-                self.flow.assume_lost(&peer);
-                current.waits = None;
+        let now = self.now;
+        let is_over = |c: &Current| {
+            c.waits
+                .is_none_or(|since| since + bounds::DATAGRAM_STALL <= now)
+        };
+        let mut at = 0;
+        while let Some(current) = self.closed_answers.get(at) {
+            if !is_over(current) {
+                at += 1;
+                continue;
             }
+            let Some(mut current) = self.closed_answers.remove(at) else {
+                return;
+            };
+            // Another answer to the same peer may have opened its window.
+            if let Some(peer) = current.peer()
+                && !self.flow.is_open(&peer, now)
+            {
+                self.flow.assume_lost(&peer);
+            }
+            current.waits = None;
+            self.answers.push_back(current);
         }
     }
 
     /// The time at which [`Self::resume_late_answers`] has something to do.
     pub(in crate::datagram) fn answers_until(&self) -> Option<Duration> {
-        let waits = self.answers.iter().filter_map(|c| c.waits).min()?;
+        let waits = self.closed_answers.iter().filter_map(|c| c.waits).min()?;
         Some(waits + bounds::DATAGRAM_STALL)
     }
 
