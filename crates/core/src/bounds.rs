@@ -235,11 +235,11 @@ pub const RD_WAITING_PEER: usize = 16 << 20;
 pub const RD_WAITING: usize = 64 << 20;
 
 /// Bytes of answers to reliable peers that are sent and not acknowledged, in units of [`RD_ANSWER_UNIT`]. A network may not have more
-/// than are free, so that one network can use half. A peer for whose next answer there is no room is asked from time to time, and gets it later.
+/// than are free, and a host not more than half as many, so that one network can use half, and one host a third. A peer for whose next answer there is no room is asked from time to time, and gets it later.
 pub const RD_ANSWER_BYTES: usize = 256 << 20;
 /// The unit in which these bytes are counted. The first [`RD_ANSWER_FREE`] bytes to each peer are not counted, so that short answers need
 /// no accounting.
-pub const RD_ANSWER_UNIT: usize = 64 << 10;
+pub const RD_ANSWER_UNIT: usize = 16 << 10;
 /// See [`RD_ANSWER_UNIT`].
 pub const RD_ANSWER_FREE: usize = 4 << 10;
 /// Bytes to one reliable peer that are not acknowledged completely: twice its largest window, so that a lost packet does not stop the

@@ -83,8 +83,9 @@ impl Reliable {
         if let Some(base) = rx.skipped.take() {
             self.events.push_back(Event::Skipped(*peer, base));
         }
-        // A delivery after a wait is acknowledged at once, because the sender probes only from time to time.
-        rx.due |= rx.blocked_on.take().is_some();
+        // A delivery after a wait is acknowledged at once, because the sender probes only from time to time. Without the order of packets,
+        // others are delivered while this one waits.
+        rx.due |= rx.blocked_on.take_if(|(_, of)| *of == seq).is_some();
         let waits = rx.has_kept();
         if rx.due {
             enqueue(&mut self.queued, peer, state);
@@ -107,7 +108,7 @@ impl Reliable {
             return;
         };
         // Also if there is no memory for the datagram: the peer sends it again, and must not count as one that does not acknowledge.
-        rx.blocked_on = Some(want);
+        rx.blocked_on = Some((want, seq));
         rx.due = true;
         if keep(&mut self.shares, peer, rx, seq, data) {
             self.search_at.get_or_insert(state.used + IDLE);
@@ -171,7 +172,7 @@ impl Reliable {
     /// Whether packets of a peer wait for a resource.
     pub(in crate::datagram) fn is_blocked(&self, peer: &Peer, want: Resource) -> bool {
         let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
-        rx.is_some_and(|rx| rx.blocked_on == Some(want) && rx.has_kept())
+        rx.is_some_and(|rx| rx.blocked_on.is_some_and(|(on, _)| on == want) && rx.has_kept())
     }
 
     /// Whether packet `seq` of a peer waits.
@@ -217,6 +218,8 @@ impl RxContext<'_> {
         }
         let age = second(now).saturating_sub(state.proven_at);
         if state.is_proven && age >= PROOF {
+            // The packets under way wait for the proof, so it is requested at once.
+            state.ask |= state.has_under_way();
             state.require_new_proof(&self.secret, peer, now);
         } else if state.is_proven && !state.is_renewing && age >= PROOF - RENEWAL {
             state.nonce = self.secret.nonce(peer, now);
@@ -243,8 +246,14 @@ impl RxContext<'_> {
         };
         tx.silent_since = now;
         tx.set_room(state.room.into());
-        if packet.time_echo != 0 && packet.time_echo != state.nonce {
-            let trip = micros(now).wrapping_sub(packet.time_echo);
+        // Packets that request a proof have no time, but the number that proves it.
+        let time_echo = if packet.time_echo == state.nonce {
+            0
+        } else {
+            packet.time_echo
+        };
+        if time_echo != 0 {
+            let trip = micros(now).wrapping_sub(time_echo);
             if trip < 1 << 30 {
                 state.path.measured(now, Duration::from_micros(trip.into()));
             }
@@ -254,6 +263,7 @@ impl RxContext<'_> {
         let ack = packet.ack.map(|ack| expand(ack, near));
         tx.acknowledged(
             packet,
+            time_echo,
             now,
             &mut state.path,
             self.spare,
@@ -299,6 +309,9 @@ impl RxContext<'_> {
         let before = rx.held();
         let base = expand(packet.base, near);
         rx.skip(base);
+        // The sender has given up the packet that waited.
+        let next = rx.next();
+        rx.blocked_on.take_if(|(_, of)| *of < next);
         self.shares.change(peer, before, rx.held());
         if let Some(base) = rx.skipped.take() {
             self.events.push_back(Event::Skipped(*peer, base));

@@ -56,8 +56,8 @@ pub(super) struct Receiver {
     pub(super) ack_by: Option<Duration>,
     /// The time in the packet that is being answered.
     pub(super) time: u32,
-    /// The resource that the queue pair lacked for a waiting packet.
-    pub(super) blocked_on: Option<Resource>,
+    /// The resource that the queue pair lacked for a packet, and the number of the packet, until it is delivered.
+    pub(super) blocked_on: Option<(Resource, u64)>,
     /// Packet `next` is refused permanently, with this status.
     pub(super) refused: Option<u8>,
     /// Missing packets before this number will never arrive.

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::IDLE;
 use super::ack::{ACK_EACH, ACK_MOST};
 use super::congestion::{Acked, Congestion};
 use super::numbers::{expand as expand_near, micros};
@@ -262,8 +263,10 @@ impl Sender {
         counted_for(answers.map(|s| s.packet.len()).sum())
     }
 
-    /// Whether the peer has not acknowledged any packet for the time `most`, although it answers and does not lack a resource.
+    /// Whether the peer has not acknowledged any packet for the time `most`, although it answers and does not lack a resource. A peer whose
+    /// window is 0 has at least a minute.
     pub(super) fn is_stuck(&self, now: Duration, most: Duration) -> bool {
+        let most = if self.room == 0 { most.max(IDLE) } else { most };
         !self.sent.is_empty()
             && self.blocked_on.is_none()
             && now.saturating_sub(self.progress_at) >= most
@@ -382,10 +385,12 @@ impl Sender {
     }
 
     /// Handles an acknowledgement. Calls `done` with each message that is acknowledged completely, and moves
-    /// acknowledged packets to `spare`. Returns whether any packet was newly acknowledged.
+    /// acknowledged packets to `spare`. `answers`: when the packet was sent that this one answers, 0 if that is unknown. Returns whether any
+    /// packet was newly acknowledged.
     pub(super) fn acknowledged(
         &mut self,
         packet: &Packet,
+        answers: u32,
         now: Duration,
         cc: &mut Congestion,
         spare: &mut Vec<Arc<Vec<u8>>>,
@@ -394,7 +399,7 @@ impl Sender {
         let near = self.first;
         let expand = |n: u32| expand_near(n, near);
         let ack = packet.ack.map_or(near, expand);
-        let (runs, answers) = (&packet.arrived, packet.time_echo);
+        let runs = &packet.arrived;
         let end = self.first + self.sent.len() as u64;
         let ack = ack.min(end);
         let mut acked = Acked::default();

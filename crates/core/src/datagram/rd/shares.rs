@@ -119,16 +119,19 @@ impl Shares {
     /// Whether `more` bytes of answers to a peer may be under way.
     pub(super) fn has_room_for_answer(&self, peer: &Peer, more: usize) -> bool {
         let left = bounds::RD_ANSWER_BYTES.saturating_sub(self.answers);
-        let (_, network) = prefixes(peer);
-        let share = self.networks.get(&network);
-        share.map_or(0, |s| s.answers as usize) + more <= left
+        let (host, network) = prefixes(peer);
+        let of =
+            |table: &Table<IpAddr, Share>, key| table.get(&key).map_or(0, |s| s.answers as usize);
+        of(&self.networks, network) + more <= left && 2 * (of(&self.hosts, host) + more) <= left
     }
 
     /// Updates the bytes of answers under way to a peer from `before` to `after`.
     pub(super) fn change_answers(&mut self, peer: &Peer, before: usize, after: usize) {
-        let (_, network) = prefixes(peer);
-        if let Some(share) = self.networks.get_mut(&network) {
-            share.answers = share.answers + after as u32 - before as u32;
+        let (host, network) = prefixes(peer);
+        for (table, key) in [(&mut self.hosts, host), (&mut self.networks, network)] {
+            if let Some(share) = table.get_mut(&key) {
+                share.answers = share.answers + after as u32 - before as u32;
+            }
         }
         self.answers = self.answers + after - before;
     }
@@ -154,6 +157,7 @@ impl Shares {
         sum(&self.hosts, |s| s.peers) == self.peers
             && sum(&self.networks, |s| s.peers) == self.peers
             && sum(&self.networks, |s| s.waiting) == self.waiting
+            && sum(&self.hosts, |s| s.answers) == self.answers
             && sum(&self.networks, |s| s.answers) == self.answers
     }
 

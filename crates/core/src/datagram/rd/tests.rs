@@ -911,11 +911,11 @@ fn answers_without_acknowledgement_use_bounded_memory() {
         }
     }
     assert!(
-        bytes <= bounds::RD_ANSWER_BYTES / 2,
+        bytes <= bounds::RD_ANSWER_BYTES / 3,
         "{bytes} bytes are under way"
     );
     assert!(
-        bytes > bounds::RD_ANSWER_BYTES / 3,
+        bytes > bounds::RD_ANSWER_BYTES / 4,
         "{bytes} bytes are under way"
     );
     rd.check_accounts();
@@ -1048,4 +1048,37 @@ fn a_refused_message_does_not_wait_any_more() {
     let (seq, data) = rd.take_waiting(&peer()).unwrap();
     assert!(rd.refused(&peer(), seq, &data, Status::LocalLength));
     assert!(!rd.is_blocked(&peer(), Resource::Receive));
+}
+
+/// Without the order of packets, those that are delivered while another one waits for a receive do not end that wait.
+#[test]
+fn a_packet_waits_while_later_ones_are_delivered() {
+    let now = Duration::from_secs(6);
+    let mut rd = Reliable::new(Secret::new([1, 2]), 5, false, IDLE);
+    let takes = |rd: &mut Reliable, seq: u32| {
+        let packet = Packet {
+            ack_now: true,
+            ..packet(rd, &peer(), 77, seq)
+        };
+        match rd.handle(&peer(), &arrival(&peer()), &packet, Some(b"data"), now) {
+            RxOutcome::Deliver(seq) => seq,
+            RxOutcome::Nothing => panic!("packet {seq} is not delivered"),
+        }
+    };
+    let not_ready = |rd: &mut Reliable| {
+        let sent = std::iter::from_fn(|| rd.poll(now)).last();
+        sent.is_some_and(|(.., bytes)| crate::wire::rd::parse(&bytes).unwrap().0.not_ready)
+    };
+    let first = takes(&mut rd, 0);
+    rd.delivered(&peer(), first);
+    let waits = takes(&mut rd, 1);
+    rd.mark_blocked(&peer(), waits, b"data", Resource::Receive);
+    assert!(not_ready(&mut rd));
+    let later = takes(&mut rd, 2);
+    rd.delivered(&peer(), later);
+    assert!(not_ready(&mut rd), "packet 1 still waits");
+    let (seq, _) = rd.take_waiting(&peer()).unwrap();
+    assert_eq!(seq, waits);
+    rd.delivered(&peer(), seq);
+    assert!(!not_ready(&mut rd));
 }
