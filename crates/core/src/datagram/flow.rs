@@ -86,6 +86,9 @@ pub(super) struct Window {
     /// Message, end of payload and charge of each datagram that the peer has not reported. The charge is 0 if the datagram is
     /// assumed to be lost, or was sent while the peer was silent: it does not use the window, but the peer may still report it.
     under_way: VecDeque<(u32, u32, u32)>,
+    /// The first and the last message of the datagrams that were removed from this list since the last report, although the peer may
+    /// still report them.
+    forgotten: Option<(u32, u32)>,
     charge: u64,
     limit: u64,
     /// A silent peer is assumed to fetch datagrams at [`SILENT_RATE`]. Those that it has fetched before this time are not in `charge`
@@ -107,14 +110,17 @@ const SILENT_RATE: u64 = 128 << 20;
 const SILENT_WINDOW: u64 = 1 << 20;
 /// How long the queue pair waits at least when [`SILENT_WINDOW`] is full.
 const SILENT_WAIT: Duration = Duration::from_millis(1);
-/// The number of datagrams with a charge of 0 that are remembered. At [`SILENT_RATE`] they are those of the last 31 ms, if each fills
-/// a packet of 1,500 bytes. A peer whose reports take longer is noticed when less is sent to it.
+/// The number of datagrams with a charge of 0 that are remembered one by one. At [`SILENT_RATE`] they are those of the last 31 ms if
+/// each fills a packet of 1,500 bytes, and of the last 9 ms if they are short.
 const REMEMBERED: usize = 1024;
+/// The most message numbers in [`Window::forgotten`]. A forged report with any number would hit them once in 65,536 times.
+const FORGOTTEN: u32 = 1 << 16;
 
 impl Window {
     fn new() -> Self {
         Self {
             under_way: VecDeque::new(),
+            forgotten: None,
             charge: 0,
             limit: bounds::DATAGRAM_WINDOW.into(),
             reduced_until: Duration::ZERO,
@@ -153,8 +159,10 @@ impl Window {
         if self.is_silent() {
             self.charge = self.charge.saturating_sub(self.fetched(now));
             self.reduced_until = now;
-            if self.under_way.len() >= REMEMBERED {
-                self.under_way.pop_front();
+            if self.under_way.len() >= REMEMBERED
+                && let Some((forgotten, ..)) = self.under_way.pop_front()
+            {
+                self.forget(forgotten);
             }
             self.under_way.push_back((id, end, 0));
         } else {
@@ -163,10 +171,26 @@ impl Window {
         self.charge += u64::from(charge);
     }
 
+    /// Records that a datagram of message `id` is not in the list any more.
+    fn forget(&mut self, id: u32) {
+        let first = self.forgotten.map(|(first, _)| first);
+        let first = first.filter(|first| id.wrapping_sub(*first) < FORGOTTEN);
+        self.forgotten = Some((first.unwrap_or(id), id));
+    }
+
+    /// Whether a datagram of message `id` may have been removed from the list.
+    fn is_forgotten(&self, id: u32) -> bool {
+        let covers = |(first, last): (u32, u32)| id.wrapping_sub(first) <= last.wrapping_sub(first);
+        self.forgotten.is_some_and(covers)
+    }
+
     /// Assumes that all datagrams under way are lost. They are remembered, because their report may only be late.
     fn assume_lost(&mut self) {
-        let old = self.under_way.len().saturating_sub(REMEMBERED);
-        self.under_way.drain(..old);
+        while self.under_way.len() > REMEMBERED
+            && let Some((forgotten, ..)) = self.under_way.pop_front()
+        {
+            self.forget(forgotten);
+        }
         self.under_way.shrink_to(REMEMBERED);
         for (_, _, charge) in &mut self.under_way {
             *charge = 0;
@@ -297,9 +321,10 @@ impl Flow {
             .map(|at| at + 1)
             .or_else(|| window.under_way.iter().position(is_of_message))
             .unwrap_or(0);
-        if seen == 0 {
+        if seen == 0 && !window.is_forgotten(report.id) {
             return;
         }
+        window.forgotten = None;
         if window.is_silent() {
             window.charge = 0;
         }
@@ -603,6 +628,20 @@ mod tests {
         fill(&mut flow, &mut last);
         let window = flow.windows.get(&peer(1)).unwrap();
         assert!(window.under_way.len() <= REMEMBERED);
+        // A report counts however late it is, but one of a datagram from before the silence does not.
+        let (first, _) = window.forgotten.unwrap();
+        assert!(window.is_silent() && last - first > 2 * REMEMBERED as u32);
+        for (id, counts) in [(first - 1, false), (first, true)] {
+            report.id = id;
+            flow.handle_report(&peer(1), &report);
+            let window = flow.windows.get(&peer(1)).unwrap();
+            assert_eq!(!window.is_silent(), counts);
+        }
+        for _ in 0..STALLS_UNTIL_SILENT {
+            fill(&mut flow, &mut last);
+            flow.give_up_waiting();
+        }
+        fill(&mut flow, &mut last);
         report.id = last - 100;
         flow.handle_report(&peer(1), &report);
         let window = flow.windows.get(&peer(1)).unwrap();
