@@ -5,6 +5,7 @@ use crate::Fd;
 use crate::driver::{Operation, accepted, lock};
 use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
@@ -29,7 +30,8 @@ impl Kept {
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
         for waker in waiting.into_values() {
-            waker.wake();
+            // A waker that panics must not keep the others from being woken. The destructor of the payload may panic too.
+            catch_unwind(AssertUnwindSafe(|| waker.wake())).unwrap_or_else(std::mem::forget);
         }
     }
 

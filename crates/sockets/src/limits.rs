@@ -104,14 +104,20 @@ pub const UNREAD: u64 = 4;
 pub const DRAINS: usize = 1024;
 /// Milliseconds between two checks, when the process exits, of whether the peer has acknowledged the sent bytes.
 pub const EXIT_TICK: i32 = 1;
+/// The most milliseconds between two checks of whether the peer of a waiting stream still answers.
+pub const EXIT_CHECK: i32 = 100;
 /// Milliseconds that an exiting process waits for the peers to acknowledge its reliable datagrams. Whether a peer still exists is not known.
 pub const EXIT_WAIT: i32 = 1000;
-/// Milliseconds that an exiting process waits for its streams, as long as for those that it has closed. It waits only for peers whose
-/// receive buffers are full, and with kernel TCP such a peer would get all bytes.
+/// Milliseconds that an exiting process waits for all its streams together, as long as for those that it has closed. It waits for peers whose
+/// receive buffers are full: with kernel TCP such a peer would get all bytes.
 pub const EXIT_STREAMS: u64 = DRAIN;
-/// Milliseconds that an exiting process waits for another thread that uses a stream, such as the worker. In a signal handler, the interrupted
-/// call may hold the stream, so the process does not wait longer.
+/// The number of repetitions, and of probes of the window, without an answer after which an exiting process does not wait for a peer any more.
+pub const UNANSWERED: u8 = 3;
+/// Milliseconds that a process that exits, or executes another program, waits for other threads that use its streams, such as the worker. In a
+/// signal handler, the interrupted call may hold a stream, so the process does not wait longer.
 pub const EXIT_LOCK: u64 = 100;
+/// How often it tries to lock a stream before it pauses between two attempts.
+pub const LOCK_TRIES: u32 = 1000;
 /// The lowest number of the library's own descriptors. Lower numbers stay free for programs that use
 /// `select`.
 pub const OWN_FROM: i32 = 1000;

@@ -66,8 +66,8 @@ fn open_descriptors() -> Vec<c_int> {
 }
 
 extern "C" fn end() {
+    let until = Instant::now() + Duration::from_millis(limits::EXIT_STREAMS);
     if LIVE.load(Ordering::Relaxed) > 0 {
-        let until = Instant::now() + Duration::from_millis(limits::EXIT_STREAMS);
         table::for_each(|fd, entry| {
             if let Entry::Sock(sock) = entry {
                 sock.finish(fd, until);
@@ -75,7 +75,7 @@ extern "C" fn end() {
         });
     }
     reliable::end();
-    worker::finish(Instant::now() + Duration::from_millis(limits::EXIT_STREAMS));
+    worker::finish(until);
 }
 
 /// The locks that are held while the process forks.

@@ -1317,7 +1317,10 @@ impl Stream {
                     Err(_) => return,
                 }
             }
-            if is_sent && sys::is_delivered(fd) || Instant::now() >= until {
+            if is_sent && sys::is_delivered(fd)
+                || Instant::now() >= until
+                || sys::is_unreachable(fd)
+            {
                 return;
             }
             std::thread::sleep(Duration::from_millis(limits::EXIT_TICK as u64));

@@ -334,6 +334,26 @@ pub fn is_delivered(fd: c_int) -> bool {
     r != 0 || left == 0
 }
 
+/// Returns whether the peer's host has not answered for some time: a second or more with the kernel's default timers. A peer whose receive buffer
+/// is full answers the kernel's probes of its window.
+pub fn is_unreachable(fd: c_int) -> bool {
+    let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
+    let mut len = size_of::<libc::tcp_info>() as socklen_t;
+    // SAFETY: at most `len` bytes are written to `info`.
+    let r = unsafe {
+        real::getsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    // SAFETY: all bytes form valid values.
+    let info = unsafe { info.assume_init() };
+    r == 0 && info.tcpi_retransmits.max(info.tcpi_probes) >= limits::UNANSWERED
+}
+
 /// The end of a call with SO_RCVTIMEO or SO_SNDTIMEO. The clock is read when the call sleeps for the first time.
 #[derive(Debug, Default)]
 pub struct TimeLimit(Option<Option<Instant>>);

@@ -715,16 +715,16 @@ impl Sock {
 
     /// Sends corked bytes if this process uses the stream.
     pub fn uncork_now(&self, fd: c_int) {
-        self.with_free(Duration::ZERO, |stream| {
+        self.with_free(None, |stream| {
             if stream.is_corked() {
                 stream.uncork(fd);
             }
         });
     }
 
-    /// Sends what this process has written, before it executes another program.
-    pub fn before_exec(&self, fd: c_int) {
-        self.with_free(Duration::from_millis(limits::EXIT_LOCK), |stream| {
+    /// Sends what this process has written, before it executes another program. `patience`: see [`Self::with_free`].
+    pub fn before_exec(&self, fd: c_int, patience: Instant) {
+        self.with_free(Some(patience), |stream| {
             if stream.is_corked() {
                 stream.uncork(fd);
             }
@@ -734,18 +734,18 @@ impl Sock {
 
     /// Sends the last bytes of the process, which may be in a signal handler. See [`Stream::end`]. The stream stays locked, because the
     /// other threads must not use it any more.
-    pub fn end(&self, fd: c_int, until: Instant) {
+    pub fn end(&self, fd: c_int, until: Instant, patience: Instant) {
         let is_alone = !self.forked.load(Ordering::Acquire);
-        let patience = Duration::from_millis(limits::EXIT_LOCK);
-        let inner = self.with_free(patience, |stream| stream.end(fd, until, is_alone));
+        let end = |stream: &mut Stream| stream.end(fd, until, is_alone);
+        let inner = self.with_free(Some(patience), end);
         let _locked = std::mem::ManuallyDrop::new(inner);
     }
 
-    /// Calls `f` with the stream if this process uses it and no other thread does, or stops doing so within `patience`. Returns the lock of
+    /// Calls `f` with the stream if this process uses it and no other thread does, or stops doing so before `patience`. Returns the lock of
     /// the stream.
     fn with_free(
         &self,
-        patience: Duration,
+        patience: Option<Instant>,
         f: impl FnOnce(&mut Stream),
     ) -> Option<MutexGuard<'_, Option<Box<Stream>>>> {
         let is_here = |word: &AtomicU32| word.load(Ordering::Acquire) == crate::owner::me();
@@ -760,11 +760,13 @@ impl Sock {
         if !may_use {
             return None;
         }
-        let until = Instant::now() + patience;
+        let mut tries = 0..limits::LOCK_TRIES;
         let mut inner = loop {
             match self.inner.try_lock() {
                 Some(inner) => break inner,
-                None if Instant::now() >= until => return None,
+                None if patience.is_none_or(|until| Instant::now() >= until) => return None,
+                // Another thread that uses the stream again and again leaves it free for short times only.
+                None if tries.next().is_some() => std::hint::spin_loop(),
                 None => std::thread::sleep(Duration::from_millis(limits::EXIT_TICK as u64)),
             }
         };
@@ -1347,8 +1349,8 @@ impl Sock {
             };
             let events = self.blocked_on();
             let ms = i32::try_from(left.as_millis()).unwrap_or(0).max(1);
-            match sys::poll_one(fd, events, ms) {
-                Ok(0) if to_early.is_zero() => return,
+            match sys::poll_one(fd, events, ms.min(limits::EXIT_CHECK)) {
+                Ok(0) if to_early.is_zero() && sys::is_unreachable(fd) => return,
                 Ok(0) => {}
                 Ok(ready) => {
                     self.process(fd, ready);
@@ -1363,7 +1365,7 @@ impl Sock {
             sys::is_delivered(fd)
         }) {
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || sys::is_unreachable(fd) {
                 return;
             }
             let tick = Duration::from_millis(limits::EXIT_TICK as u64);

@@ -20,7 +20,7 @@ struct Draining {
     until: Instant,
     /// When the stream no longer waits for the peer's Reply.
     early: Instant,
-    /// The peer's kernel has acknowledged all bytes, or the stream is no longer drained.
+    /// The peer's kernel has acknowledged all bytes or does not answer, or the stream is no longer drained.
     delivered: bool,
 }
 
@@ -226,7 +226,8 @@ fn drain_turn(d: &mut Draining) -> bool {
         d.stream.send_early(d.fd);
     }
     let over = !is_own || d.stream.drain(d.fd) || Instant::now() >= d.until;
-    if !d.delivered && (over || (!d.stream.is_waiting() && sys::is_delivered(d.fd))) {
+    let is_finished = !d.stream.is_waiting() && sys::is_delivered(d.fd);
+    if !d.delivered && (over || is_finished || sys::is_unreachable(d.fd)) {
         d.delivered = true;
         DRAINING.fetch_sub(1, Ordering::AcqRel);
     }

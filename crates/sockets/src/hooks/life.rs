@@ -882,6 +882,7 @@ fn before_exec() {
     }
     // A child of vfork has a descriptor table of its own but shares the parent's memory.
     let is_visitor = owner::is_visitor();
+    let patience = Instant::now() + Duration::from_millis(limits::EXIT_LOCK);
     table::for_each(|fd, entry| {
         if let Entry::Dgram(dgram) = entry
             && fd <= libc::STDERR_FILENO
@@ -891,7 +892,7 @@ fn before_exec() {
         }
         let Entry::Sock(sock) = entry else { return };
         if !is_visitor {
-            sock.before_exec(fd);
+            sock.before_exec(fd, patience);
         }
         // SAFETY: no pointer is passed.
         let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
@@ -1037,14 +1038,15 @@ pub unsafe extern "C-unwind" fn fexecve(
 pub extern "C-unwind" fn _exit(status: c_int) -> ! {
     if !owner::is_visitor() {
         let until = Instant::now() + Duration::from_millis(limits::EXIT_STREAMS);
-        worker::finish(until);
         if LIVE.load(Ordering::Relaxed) > 0 {
+            let patience = until.min(Instant::now() + Duration::from_millis(limits::EXIT_LOCK));
             table::for_each(|fd, entry| {
                 if let Entry::Sock(sock) = entry {
-                    sock.end(fd, until);
+                    sock.end(fd, until, patience);
                 }
             });
         }
+        worker::finish(until);
         reliable::end();
     }
     // SAFETY: no pointer is passed.
