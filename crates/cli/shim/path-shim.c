@@ -33,7 +33,7 @@
 
 #define DEVICE "anywarp0"
 /* The version of the tree's layout, to be changed when its files change. */
-#define LAYOUT "3"
+#define LAYOUT "4"
 #define EXPORT __attribute__((visibility("default")))
 
 /* The number of entries of the port's GID table. */
@@ -271,14 +271,15 @@ static bool fill_tree(const char *top, const struct gid *table, int n)
 		return false;
 	if (!put_file(dev, "node_type", "1: CA") || !put_file(dev, "node_desc", "anywarp") ||
 	    !put_file(dev, "node_guid", guid) || !put_file(dev, "sys_image_guid", guid) ||
-	    !put_file(dev, "fw_ver", ANYWARP_VERSION) || !put_file(dev, "hca_type", "anywarp") ||
+	    !put_file(dev, "fw_ver", ANYWARP_VERSION) || !put_file(dev, "hw_rev", "1") || !put_file(dev, "hca_type", "anywarp") ||
 	    !put_folder(dev, "device") || !put_folder(dev, "device/net") || !put_link(dev, name, net) ||
 	    !put_folder(dev, "device/infiniband_verbs") || !put_folder(dev, "device/infiniband_verbs/" DEVICE) ||
 	    !put_file(dev, "device/numa_node", "-1") || !put_folder(dev, "ports") || !put_folder(dev, "ports/1") ||
 	    !put_file(dev, "ports/1/state", "4: ACTIVE") || !put_file(dev, "ports/1/phys_state", "5: LinkUp") ||
 	    !put_file(dev, "ports/1/rate", "100 Gb/sec (4X EDR)") || !put_file(dev, "ports/1/lid", lid) ||
 	    !put_file(dev, "ports/1/lid_mask_count", "0") || !put_file(dev, "ports/1/sm_lid", "0x0") ||
-	    !put_file(dev, "ports/1/sm_sl", "0") || !put_file(dev, "ports/1/link_layer", "Ethernet") || !put_folder(dev, "ports/1/gids") ||
+	    !put_file(dev, "ports/1/sm_sl", "0") || !put_file(dev, "ports/1/link_layer", "Ethernet") || !put_file(dev, "ports/1/cap_mask", "0x00010000") ||
+	    !put_folder(dev, "ports/1/pkeys") || !put_file(dev, "ports/1/pkeys/0", "0xffff") || !put_folder(dev, "ports/1/gids") ||
 	    !put_folder(dev, "ports/1/gid_attrs") || !put_folder(dev, "ports/1/gid_attrs/types") ||
 	    !put_folder(dev, "ports/1/gid_attrs/ndevs"))
 		return false;

@@ -350,9 +350,12 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             // SAFETY: upheld by the program.
             return unsafe { create_xrc_receiver(context, ex.xrcd, ex.qp_context) };
         }
-        let flags = has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && ex.create_flags != 0;
-        if !has(IBV_QP_INIT_ATTR_PD) || flags {
+        if !has(IBV_QP_INIT_ATTR_PD) {
             return Err(libc::EINVAL);
+        }
+        // As the kernel's software devices, this one has none of these options.
+        if has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && ex.create_flags != 0 {
+            return Err(libc::EOPNOTSUPP);
         }
         let ops = has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).then_some(ex.send_ops_flags);
         if ops.is_some_and(|ops| ops & !wr_ex::known_ops(ex.qp_type) != 0) {
