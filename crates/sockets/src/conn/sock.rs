@@ -722,7 +722,8 @@ impl Sock {
         });
     }
 
-    /// Sends what this process has written, before it executes another program. `patience`: see [`Self::with_free`].
+    /// Sends what this process has written, before it executes another program. Threads that use the stream are waited for until
+    /// `patience`.
     pub fn before_exec(&self, fd: c_int, patience: Instant) {
         self.with_free(Some(patience), |stream| {
             if stream.is_corked() {

@@ -8,7 +8,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::IDLE;
 use super::ack::{ACK_EACH, ACK_MOST};
 use super::congestion::{Acked, Congestion};
 use super::numbers::{expand as expand_near, micros};
@@ -266,7 +265,11 @@ impl Sender {
     /// Whether the peer has not acknowledged any packet for the time `most`, although it answers and does not lack a resource. A peer whose
     /// window is 0 has at least a minute.
     pub(super) fn is_stuck(&self, now: Duration, most: Duration) -> bool {
-        let most = if self.room == 0 { most.max(IDLE) } else { most };
+        let most = if self.room == 0 {
+            most.max(CLOSED_MIN)
+        } else {
+            most
+        };
         !self.sent.is_empty()
             && self.blocked_on.is_none()
             && now.saturating_sub(self.progress_at) >= most
@@ -730,6 +733,8 @@ fn add_range(all: &mut BTreeMap<u64, u64>, start: u64, stop: u64) -> SmallVec<[(
 const OVERTAKEN: u64 = 16;
 /// The number of acknowledged packets whose buffers are kept to be used again.
 pub(super) const SPARE: usize = 256;
+/// How long a peer whose window is 0 has at least until it acknowledges a packet.
+const CLOSED_MIN: Duration = Duration::from_secs(60);
 /// Time between two probes of a peer whose window is closed.
 pub(super) const CLOSED: Duration = Duration::from_millis(50);
 /// The longest time between two probes.
