@@ -103,6 +103,7 @@ fn end_the_dead() {
 
 /// Removes the registrations of memory that has changed, so that the statistics count them.
 pub(crate) fn refresh() {
+    CHANGES.wait_for_reader();
     drop(table());
 }
 
@@ -244,6 +245,7 @@ pub(crate) unsafe fn keep(
 /// many registrations it ended.
 pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
+    CHANGES.wait_for_reader();
     let (ended, until) = {
         let mut table = table();
         let ended = if range.is_empty() {

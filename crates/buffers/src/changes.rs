@@ -14,6 +14,9 @@ use crate::watch::Change;
 /// The most changes that wait. If more are read, all memory is taken for changed.
 const ROOM: usize = 1024;
 
+/// How often [`Changes::wait_for_reader`] lets other threads run. The thread that reads never waits, but may not run on a busy machine.
+const WAITS: u32 = 1000;
+
 /// The kinds of changes in [`Slot::kind`].
 const GONE: u8 = 0;
 const EMPTIED: u8 = 1;
@@ -88,6 +91,17 @@ impl Changes {
             self.added.store(added.wrapping_add(1), SeqCst);
         }
         self.reading.store(false, SeqCst);
+    }
+
+    /// Waits a short time until a change that is being read is added. A thread that has unmapped memory continues as soon as the change is read, so
+    /// without this wait its next call would find the registrations of that memory from time to time. The caller has not locked the table.
+    pub(crate) fn wait_for_reader(&self) {
+        for _ in 0..WAITS {
+            if !self.reading.load(SeqCst) {
+                return;
+            }
+            std::thread::yield_now();
+        }
     }
 
     /// Takes the next change. The caller has locked the table.
