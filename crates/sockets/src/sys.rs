@@ -217,46 +217,34 @@ pub fn reset_on_close(fd: c_int) {
     };
 }
 
+/// Returns the value of an option, or `None` if the socket has no such option. Bytes that the kernel does not write are 0.
+///
+/// # Safety
+/// Any bytes form a valid `T`.
+unsafe fn structure<T>(fd: c_int, level: c_int, name: c_int) -> Option<T> {
+    let mut value = std::mem::MaybeUninit::<T>::zeroed();
+    let mut len = size_of::<T>() as socklen_t;
+    // SAFETY: at most `len` bytes are written to `value`, and any bytes are valid (guaranteed by the caller).
+    unsafe {
+        let r = real::getsockopt(fd, level, name, value.as_mut_ptr().cast(), &raw mut len);
+        (r == 0).then(|| value.assume_init())
+    }
+}
+
 /// Returns the `SO_LINGER` time in seconds, if the program has set one.
 pub fn linger(fd: c_int) -> Option<c_int> {
-    let mut linger = libc::linger {
-        l_onoff: 0,
-        l_linger: 0,
-    };
-    let mut len = size_of::<libc::linger>() as socklen_t;
-    // SAFETY: the length is that of the value.
-    let r = unsafe {
-        real::getsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            libc::SO_LINGER,
-            (&raw mut linger).cast(),
-            &raw mut len,
-        )
-    };
-    (r == 0 && linger.l_onoff != 0).then_some(linger.l_linger)
+    // SAFETY: the structure consists of integers.
+    let linger = unsafe { structure::<libc::linger>(fd, libc::SOL_SOCKET, libc::SO_LINGER) }?;
+    (linger.l_onoff != 0).then_some(linger.l_linger)
 }
 
 /// Returns a time-out option in milliseconds, or -1 if it is not set.
 pub fn timeout(fd: c_int, name: c_int) -> c_int {
-    let mut t = libc::timeval {
-        tv_sec: 0,
-        tv_usec: 0,
-    };
-    let mut len = size_of::<libc::timeval>() as socklen_t;
-    // SAFETY: the length is that of the value.
-    let r = unsafe {
-        real::getsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            name,
-            (&raw mut t).cast(),
-            &raw mut len,
-        )
-    };
-    if r != 0 || (t.tv_sec == 0 && t.tv_usec == 0) {
+    // SAFETY: the structure consists of integers.
+    let t = unsafe { structure::<libc::timeval>(fd, libc::SOL_SOCKET, name) };
+    let Some(t) = t.filter(|t| (t.tv_sec, t.tv_usec) != (0, 0)) else {
         return -1;
-    }
+    };
     let ms = t.tv_sec.saturating_mul(1000) + (t.tv_usec + 999).div_euclid(1000);
     c_int::try_from(ms).unwrap_or(c_int::MAX)
 }
@@ -337,21 +325,9 @@ pub fn is_delivered(fd: c_int) -> bool {
 /// Returns whether the peer's host has not answered for some time: a second or more with the kernel's default timers. A peer whose receive buffer
 /// is full answers the kernel's probes of its window.
 pub fn is_unreachable(fd: c_int) -> bool {
-    let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
-    let mut len = size_of::<libc::tcp_info>() as socklen_t;
-    // SAFETY: at most `len` bytes are written to `info`.
-    let r = unsafe {
-        real::getsockopt(
-            fd,
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            info.as_mut_ptr().cast(),
-            &raw mut len,
-        )
-    };
-    // SAFETY: all bytes form valid values.
-    let info = unsafe { info.assume_init() };
-    r == 0 && info.tcpi_retransmits.max(info.tcpi_probes) >= limits::UNANSWERED
+    // SAFETY: the structure consists of integers.
+    let info = unsafe { structure::<libc::tcp_info>(fd, libc::IPPROTO_TCP, libc::TCP_INFO) };
+    info.is_some_and(|i| i.tcpi_retransmits.max(i.tcpi_probes) >= limits::UNANSWERED)
 }
 
 /// The end of a call with SO_RCVTIMEO or SO_SNDTIMEO. The clock is read when the call sleeps for the first time.
