@@ -2,13 +2,14 @@
 //! The program counts the registrations, by functions that replace those of libibverbs. With `ANYWARP_FACE=iwarp` the device
 //! is an iWARP device, on which a receive lets peers write.
 
+mod executor;
+
+use executor::block_on;
 use exs_async::{Buffer, Listener, Socket};
 use libc::{c_char, c_int, c_void, size_t};
 use std::io;
-use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::{self, Thread};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 
 const REMOTE_WRITE: c_int = 2;
 
@@ -85,24 +86,6 @@ fn is_writable(start: usize, len: usize) -> bool {
 
 fn is_buffer_writable(buffer: &Buffer) -> bool {
     is_writable(buffer.as_ptr().addr(), buffer.len())
-}
-
-/// Runs a future on its thread.
-fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut future = pin!(future);
-    loop {
-        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            return output;
-        }
-        thread::park();
-    }
 }
 
 async fn test(listener: Listener, addr: std::net::SocketAddr) -> io::Result<()> {

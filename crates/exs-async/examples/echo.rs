@@ -1,30 +1,12 @@
 //! An echo server and its client, as two tasks: `anywarp run -- cargo run --package anywarp-exs-async --example echo`. The
 //! program also tests error cases.
 
+mod executor;
+
+use executor::block_on;
 use exs_async::{Buffer, Listener, Socket};
 use std::io;
-use std::pin::pin;
-use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::{self, Thread};
-
-/// Runs a future on its thread. Any other executor works too.
-fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut future = pin!(future);
-    loop {
-        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            return output;
-        }
-        thread::park();
-    }
-}
+use std::thread;
 
 /// Sends back all data until its end.
 async fn serve(listener: Listener) -> io::Result<usize> {
