@@ -322,7 +322,7 @@ pub fn is_delivered(fd: c_int) -> bool {
     r != 0 || left == 0
 }
 
-/// Returns whether the peer's host has not answered for some time: a second or more with the kernel's default timers. A peer whose receive buffer
+/// Returns whether the peer's host has not answered for some time: about a second and a half with the kernel's default timers. A peer whose receive buffer
 /// is full answers the kernel's probes of its window.
 pub fn is_unreachable(fd: c_int) -> bool {
     // SAFETY: the structure consists of integers.

@@ -1422,7 +1422,7 @@ mod tests {
         assert_eq!(receive(&near, &to, 0), Ok(0));
     }
 
-    /// The message that says so may be polled by each call while this end closes, not only by the one that waits for it.
+    /// While this end closes, any call may poll the peer's closing message. The call that waits for this message still has to notice it.
     #[test]
     fn it_is_known_that_the_peer_has_closed_whoever_polls_the_message() {
         let (far, _, [_listener, near]) = half_a_ring();

@@ -281,6 +281,17 @@ impl Sender {
         self.blocked_on = is_blocked.then(|| *self.first_blocked.get_or_insert(now));
     }
 
+    /// Removes the oldest packet.
+    fn pop(&mut self) -> Option<Sent> {
+        let sent = self.sent.pop_front()?;
+        self.first += 1;
+        self.bytes -= sent.packet.len() as u64;
+        if sent.is_answer() {
+            self.answer_bytes -= sent.packet.len();
+        }
+        Some(sent)
+    }
+
     fn progressed(&mut self, now: Duration) {
         self.progress_at = now;
         self.first_blocked = None;
@@ -431,15 +442,10 @@ impl Sender {
         };
         let mut moved = false;
         while self.first < ack {
-            let Some(mut s) = self.sent.pop_front() else {
+            let Some(mut s) = self.pop() else {
                 break;
             };
-            self.bytes -= s.packet.len() as u64;
-            if s.is_answer() {
-                self.answer_bytes -= s.packet.len();
-            }
             arrived(&mut s, &mut self.flying, &mut self.charge, &mut self.lost);
-            self.first += 1;
             moved = true;
             if let (Some(tag), true) = (s.tag, s.last) {
                 done(tag);
@@ -669,13 +675,9 @@ impl Sender {
     pub(super) fn skip(&mut self, to: u64, now: Duration) {
         self.progressed(now);
         while self.first < to {
-            let Some(s) = self.sent.pop_front() else {
+            let Some(s) = self.pop() else {
                 break;
             };
-            self.bytes -= s.packet.len() as u64;
-            if s.is_answer() {
-                self.answer_bytes -= s.packet.len();
-            }
             match s.state {
                 State::UnderWay => {
                     self.flying -= s.packet.len() as u64;
@@ -684,7 +686,6 @@ impl Sender {
                 State::Lost => self.lost -= 1,
                 State::Arrived => {}
             }
-            self.first += 1;
         }
         if self.sent.is_empty() {
             self.deadline = None;
