@@ -63,7 +63,7 @@ enum flood { QUIET, STRANGERS, SPOOFED, AMPLIFIED, UNPACED, REQUESTS };
 static struct shared {
 	uint32_t victim[2], good[2]; /* queue pair numbers: UD, RD */
 	struct there readable, writable, closed;
-	_Atomic bool peer_is_ready;
+	_Atomic bool peer_is_ready, flood_is_ready;
 	_Atomic int work;   /* enum work, for the legitimate peer */
 	_Atomic int flood;  /* enum flood, for the process of the flood */
 	_Atomic uint64_t done, lost, sent, bytes_sent, bytes_back;
@@ -553,6 +553,7 @@ static void be_flood(void)
 		}
 	}
 	shared->no_raw = raw < 0;
+	shared->flood_is_ready = true;
 	for (int kind, last = QUIET;; last = kind) {
 		kind = shared->flood;
 		if (kind == QUIET) {
@@ -707,8 +708,9 @@ static const char *open_victim(void)
 		for (int i = 0; i < 8; i++)
 			ENSURE(!ibv_post_recv(v.ends[0].qp, &wr, &bad), "ibv_post_recv");
 	}
-	for (uint64_t end = now_ms() + WAIT_MS; !shared->peer_is_ready;) {
-		ENSURE(now_ms() < end, "the legitimate peer does not start");
+	/* `requests` finds the port of its listener as the one that is new, so the sockets of the others must be open. */
+	for (uint64_t end = now_ms() + WAIT_MS; !shared->peer_is_ready || !shared->flood_is_ready;) {
+		ENSURE(now_ms() < end, "the %s does not start", shared->peer_is_ready ? "flood" : "legitimate peer");
 		sleep_ms(1);
 	}
 	memcpy(&six.sin6_addr, &local_gid, 16);
