@@ -67,8 +67,8 @@ pub const VARIABLES: &[Variable] = &[
         reader: Reader::Device,
         default: "roce",
         value: "roce|iwarp|ib",
-        text: "The device type that queries report, for programs that behave differently by type; roce when unset. \
-               It does not change what is sent.",
+        text: "The device type that queries report, for programs that behave differently by type; when unset, \
+               roce, or iwarp with ANYWARP_DEVICE_PROFILE=siw. It does not change what is sent.",
     },
     Variable {
         name: "ANYWARP_DEVICE_PROFILE",
