@@ -41,7 +41,7 @@ typedef intptr_t exs_ahandle_t;
 
 #define EXS_SHUT_WR 1
 
-/* Commands of exs_fcntl, with an int argument. The settings of commands 1, 3 and 5 must be set before the socket is connected. */
+/* Commands of exs_fcntl, with an int argument. The settings of commands 1, 3, 5 and 11 must be set before the socket is connected. */
 #define EXS_F_SETCREDITS 1
 #define EXS_F_GETCREDITS 2
 #define EXS_F_SETSMALLPACKET 3
