@@ -1547,16 +1547,14 @@ static int by_time(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* A thread that has polled and now sleeps is woken by the message, not by a timer. */
-static const char *sleeper_is_woken(size_t arg)
+/* Measures the median time from a message to the return of a thread that sleeps for it. */
+static const char *time_to_wake(uint64_t *median)
 {
 	static struct sleeper s;
 	uint64_t sent[WAKES];
 	pthread_t thread;
 	exs_event_t e;
 
-	(void)arg;
-	TRY(connected(SOCK_SEQPACKET, 64));
 	s.q = exs_qcreate(8);
 	s.failed = false;
 	ENSURE(s.q >= 0 && pthread_create(&thread, NULL, sleep_for_events, &s) == 0, "%s", strerror(errno));
@@ -1572,9 +1570,27 @@ static const char *sleeper_is_woken(size_t arg)
 	for (int i = 0; i < WAKES; i++)
 		sent[i] = s.woken[i] > sent[i] ? s.woken[i] - sent[i] : 0;
 	qsort(sent, WAKES, sizeof sent[0], by_time);
-	ENSURE(is_instrumented() || sent[WAKES / 2] < 400000, "woken %llu us after the message",
-	       (unsigned long long)sent[WAKES / 2] / 1000);
+	*median = sent[WAKES / 2];
 	ENSURE(exs_qdelete(s.q) == 0, "qdelete: %s", strerror(errno));
+	return NULL;
+}
+
+/*
+ * A thread that has polled and now sleeps is woken by the message, not by a timer. If other programs use the processors, the
+ * thread may wait for one, so there are up to three measurements.
+ */
+static const char *sleeper_is_woken(size_t arg)
+{
+	uint64_t median = 0;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 64));
+	for (int tries = 0; tries < 3; tries++) {
+		TRY(time_to_wake(&median));
+		if (median < 400000)
+			break;
+	}
+	ENSURE(is_instrumented() || median < 400000, "woken %llu us after the message", (unsigned long long)median / 1000);
 	return finish();
 }
 

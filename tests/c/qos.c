@@ -26,7 +26,7 @@ struct sender {
 	struct ibv_cq *cq;
 	struct ibv_send_wr wr;
 	struct ibv_sge sge;
-	unsigned int outstanding;
+	unsigned int outstanding, posted;
 	uint64_t completed;
 	bool stopped;
 };
@@ -67,7 +67,7 @@ static const char *shares(struct sender *s, uint32_t size, double *ratio, double
 
 	for (int i = 0; i < 2; i++) {
 		s[i].wr.sg_list = &s[i].sge;
-		for (unsigned int n = 0; n < s[i].outstanding; n++)
+		for (; s[i].posted < s[i].outstanding; s[i].posted++)
 			TRY(post(s[i].qp, &s[i].wr));
 	}
 	TRY(drive(s, SETTLE_MS));
@@ -80,6 +80,23 @@ static const char *shares(struct sender *s, uint32_t size, double *ratio, double
 	second = s[1].completed - second;
 	*ratio = first ? (double)second / (double)first : 1e9;
 	*sum = (double)(first + second) * size / seconds;
+	return NULL;
+}
+
+/*
+ * Fails unless two senders with weights 1 and 4 share the link accordingly, and use at least a part `least` of it. Other
+ * programs may keep a sender from running in a measurement, so there are up to three.
+ */
+static const char *share_by_weight(struct sender *s, uint32_t size, double least)
+{
+	double ratio = 0, sum = 0;
+	bool good = false;
+
+	for (int tries = 0; tries < 3 && !good; tries++) {
+		TRY(shares(s, size, &ratio, &sum));
+		good = ratio > 3.2 && ratio < 4.8 && sum > least * RATE && sum < 1.1 * RATE;
+	}
+	ENSURE(good, "the ratio is %.2f with weights 1 and 4, at %.0f bytes a second of %.0f", ratio, sum, RATE);
 	return NULL;
 }
 
@@ -104,13 +121,9 @@ static const char *weights_of_connections(void)
 {
 	struct sender s[2];
 	struct pair pairs[2];
-	double ratio, sum;
 
 	TRY(connections(s, pairs));
-	TRY(shares(s, SIZE, &ratio, &sum));
-	ENSURE(ratio > 3.2 && ratio < 4.8, "the ratio is %.2f with weights 1 and 4, at %.0f bytes a second", ratio, sum);
-	ENSURE(sum > 0.8 * RATE && sum < 1.1 * RATE, "%.0f bytes a second on a link of %.0f", sum, RATE);
-	return NULL;
+	return share_by_weight(s, SIZE, 0.8);
 }
 
 /* A high limit of 255 means no limit: the low lane waits until the high one has nothing to send. */
@@ -122,7 +135,11 @@ static const char *no_limit(void)
 	uint64_t before;
 
 	TRY(connections(s, pairs));
-	TRY(shares(s, SIZE, &ratio, &sum));
+	for (int tries = 0; tries < 3; tries++) {
+		TRY(shares(s, SIZE, &ratio, &sum));
+		if (ratio > 20)
+			break;
+	}
 	ENSURE(ratio > 20, "the ratio is %.2f without a limit, at %.0f bytes a second", ratio, sum);
 	s[1].stopped = true;
 	TRY(drive(s, SETTLE_MS));
@@ -139,7 +156,6 @@ static const char *weights_of_datagrams(void)
 	static struct region from[2];
 	struct sender s[2];
 	struct pair pairs[2];
-	double ratio, sum;
 
 	for (int i = 0; i < 2; i++) {
 		struct want want = { .type = IBV_QPT_UD };
@@ -158,11 +174,9 @@ static const char *weights_of_datagrams(void)
 		s[i].wr.wr.ud.remote_qpn = pairs[i].b.qp->qp_num;
 		s[i].wr.wr.ud.remote_qkey = QKEY;
 	}
-	TRY(shares(s, DATAGRAM, &ratio, &sum));
+	TRY(share_by_weight(s, DATAGRAM, 0.7));
 	for (int i = 0; i < 2; i++)
 		ENSURE(!ibv_destroy_ah(s[i].wr.wr.ud.ah), "ibv_destroy_ah: %s", strerror(errno));
-	ENSURE(ratio > 3.2 && ratio < 4.8, "the ratio is %.2f with weights 1 and 4, at %.0f bytes a second", ratio, sum);
-	ENSURE(sum > 0.7 * RATE && sum < 1.1 * RATE, "%.0f bytes a second on a link of %.0f", sum, RATE);
 	return NULL;
 }
 
