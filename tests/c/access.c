@@ -789,6 +789,13 @@ static const char *too_large(size_t arg)
 	ENSURE(errno == EINVAL, "ibv_create_cq with a depth of 0: %s", strerror(errno));
 	ENSURE(!ibv_create_cq(device, device_attr.max_cqe + 1, NULL, NULL, 0), "ibv_create_cq accepts max_cqe + 1");
 	ENSURE(errno == EINVAL, "ibv_create_cq with a depth of max_cqe + 1: %s", strerror(errno));
+	ENSURE(device->num_comp_vectors == sysconf(_SC_NPROCESSORS_ONLN), "%d completion vectors", device->num_comp_vectors);
+	for (int vector = 0; vector < device->num_comp_vectors; vector++) {
+		struct ibv_cq *of_vector = ibv_create_cq(device, 1, NULL, NULL, vector);
+
+		ENSURE(of_vector && !ibv_destroy_cq(of_vector), "a completion queue of vector %d: %s", vector, strerror(errno));
+	}
+	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, -1), "ibv_create_cq accepts vector -1");
 	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, device->num_comp_vectors),
 	       "ibv_create_cq accepts a vector beyond the last one");
 	ENSURE(errno == EINVAL, "ibv_create_cq with a vector beyond the last one: %s", strerror(errno));

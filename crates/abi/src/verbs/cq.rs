@@ -69,7 +69,9 @@ pub(crate) unsafe fn create_cq(
             live_if_any::<ChannelObject, _>(channel)?,
         )
     };
-    if vector != 0 || cqe > profile().max_cqe {
+    // SAFETY: the context is live, as was checked above.
+    let vectors = unsafe { (*context).num_comp_vectors };
+    if !(0..vectors).contains(&vector) || cqe > profile().max_cqe {
         return Err(libc::EINVAL);
     }
     let counted = CountedObject::take(Counted::Cq)?;

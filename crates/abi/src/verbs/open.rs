@@ -199,6 +199,15 @@ fn functions() -> verbs_context {
     c
 }
 
+/// Returns the number of completion vectors. A vector of an adapter selects the processor that handles the interrupts of a completion
+/// queue, and most adapters have one for each processor. Here they make no difference, but programs distribute their queues or threads
+/// over the vectors.
+fn completion_vectors() -> c_int {
+    // SAFETY: no memory is passed.
+    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    c_int::try_from(online).unwrap_or(1).max(1)
+}
+
 /// Opens the device.
 pub(crate) fn open() -> Result<*mut ibv_context, Errno> {
     profile::check()?;
@@ -210,7 +219,7 @@ pub(crate) fn open() -> Result<*mut ibv_context, Errno> {
         ops: c.context.ops,
         cmd_fd: engine.command.as_raw_fd(),
         async_fd: engine.events.raw_fd(),
-        num_comp_vectors: 1,
+        num_comp_vectors: completion_vectors(),
         abi_compat: VERBS_ABI_IS_EXTENDED,
         ..ibv_context::default()
     };
