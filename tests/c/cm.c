@@ -2096,6 +2096,66 @@ static const char *sequential(size_t count)
 	return NULL;
 }
 
+/* A queue pair can be created so that it does not receive what it sends to its groups. Others of the process receive it. */
+static const char *own_multicast_blocked(size_t arg)
+{
+	struct ibv_qp_init_attr_ex blocks = {
+		.qp_type = IBV_QPT_UD, .cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1 },
+		.comp_mask = IBV_QP_INIT_ATTR_CREATE_FLAGS, .create_flags = IBV_QP_CREATE_BLOCK_SELF_MCAST_LB,
+	};
+	struct rdma_event_channel *channel;
+	struct address own, group = { 0 };
+	struct rdma_cm_id *ids[2];
+	struct event_copy t;
+
+	(void)arg;
+	group.ss.ss_family = AF_INET;
+	inet_pton(AF_INET, "239.77.3.6", &((struct sockaddr_in *)&group.ss)->sin_addr);
+	TRY(new_event_channel(&channel));
+	TRY(own_address(&own, AF_INET, 0));
+	for (int i = 0; i < 2; i++) {
+		TRY(new_id(&ids[i], channel, RDMA_PS_UDP));
+		ENSURE(!rdma_bind_addr(ids[i], sa(&own)), "rdma_bind_addr: %s", strerror(errno));
+		if (i == 0)
+			ENSURE(!rdma_create_qp_ex(ids[i], &blocks), "rdma_create_qp_ex: %s", strerror(errno));
+		else
+			TRY(give_qp(ids[i]));
+		ENSURE(!rdma_join_multicast(ids[i], sa(&group), NULL), "rdma_join_multicast: %s", strerror(errno));
+		TRY(event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t));
+	}
+	for (int from = 0; from < 2; from++) {
+		struct ibv_ah *ah = ibv_create_ah(ids[from]->pd, &t.ud.ah_attr);
+		struct region src, dst[2];
+		struct ibv_send_wr wr;
+		struct ibv_sge sge;
+
+		ENSURE(ah, "ibv_create_ah of a group: %s", strerror(errno));
+		keep(close_ah, ah, "address handle");
+		TRY(new_buffer(&src, ids[from], 100));
+		fill_pattern(src.at, 100, from + 1);
+		for (int i = from; i < 2; i++) {
+			TRY(new_buffer(&dst[i], ids[i], 200));
+			sge = sge_of(&dst[i], 0, 200);
+			TRY(post_recv(ids[i]->qp, i, &sge, 1));
+		}
+		sge = sge_of(&src, 0, 100);
+		wr = send_wr(50, IBV_WR_SEND, &sge, 1);
+		wr.wr.ud.ah = ah;
+		wr.wr.ud.remote_qpn = t.ud.qp_num;
+		wr.wr.ud.remote_qkey = t.ud.qkey;
+		TRY(post(ids[from]->qp, &wr));
+		TRY(expect_ok(ids[from]->send_cq, 50, IBV_WC_SEND, NULL));
+		TRY(expect_ok(ids[1]->recv_cq, 1, IBV_WC_RECV, NULL));
+		TRY(same_pattern(dst[1].at + 40, 100, from + 1));
+		/* The first queue pair has a receive posted. It is for the datagram of the second one. */
+		if (from == 0)
+			TRY(no_wc(ids[0]->recv_cq, QUIET_MS));
+		else
+			TRY(expect_ok(ids[0]->recv_cq, 0, IBV_WC_RECV, NULL));
+	}
+	return NULL;
+}
+
 /* The device list of rdma_get_devices. */
 static const char *devices(size_t arg)
 {
@@ -2298,6 +2358,7 @@ static const struct test tests[] = {
 	{ "datagrams_rejected_without_listener", datagrams_without_listener, 0, 0, false },
 	{ "multicast", multicast, 3, 0, false },
 	{ "multicast_without_queue_pair", multicast_without_queue_pair, 0, 0, false },
+	{ "own_multicast_blocked", own_multicast_blocked, 0, 0, false },
 	{ "sequential", sequential, 100, 0, false },
 };
 

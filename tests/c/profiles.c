@@ -17,20 +17,20 @@ struct device {
 	int transport;
 	uint32_t inline_data, msg_sz;
 	/* supported features */
-	bool rc, uc, ud, xrc, immediate, cq_ex, qp_ex, odp, memory, domains, null_mr, resize_cq, rereg, connects, counters;
+	bool rc, uc, ud, xrc, immediate, cq_ex, qp_ex, odp, memory, domains, null_mr, resize_cq, rereg, connects, counters, blocks_own;
 };
 
 static const struct device devices[] = {
 	{ "anywarp", 32768, 32, 32, 4194304, 128, 8388608, 65536, 65536, 32, IBV_ATOMIC_GLOB, IBV_TRANSPORT_IB, 1024,
-	  1u << 30, true, true, true, true, true, true, true, true, true, true, true, true, true, true, true },
+	  1u << 30, true, true, true, true, true, true, true, true, true, true, true, true, true, true, true, true },
 	{ "siw", 32768, 6, 1, 3276800, 128, 0, 65536, 65536, 6, IBV_ATOMIC_NONE, IBV_TRANSPORT_IWARP, 80, 1u << 30, true,
-	  false, false, false, false, false, false, false, false, false, false, false, false, false, false },
+	  false, false, false, false, false, false, false, false, false, false, false, false, false, false, false },
 	{ "rxe", 16384, 32, 32, 32767, 128, 0, 960, 16384, 27, IBV_ATOMIC_HCA, IBV_TRANSPORT_IB, 400, 8u << 20, true, true,
-	  true, false, true, true, true, false, false, false, false, true, false, true, false },
+	  true, false, true, true, true, false, false, false, false, true, false, true, false, false },
 	{ "mlx5", 32768, 30, 30, 4194303, 16, 8388608, 65536, 32767, 31, IBV_ATOMIC_HCA, IBV_TRANSPORT_IB, 1024, 1u << 30,
-	  true, true, true, true, true, true, true, true, true, true, true, true, true, true, false },
+	  true, true, true, true, true, true, true, true, true, true, true, true, true, true, false, true },
 	{ "efa", 32768, 2, 1, 4194304, 0, 0, 0, 0, 0, IBV_ATOMIC_NONE, IBV_TRANSPORT_UNSPECIFIED, 32, 4096, false, false,
-	  true, false, true, true, true, false, false, false, false, false, false, false, true },
+	  true, false, true, true, true, false, false, false, false, false, false, false, true, false },
 };
 
 static struct ibv_pd *pd;
@@ -192,6 +192,17 @@ static bool extended_qp(enum ibv_qp_type type, uint64_t ops)
 	return qp && !ibv_destroy_qp(qp);
 }
 
+static bool own_multicast_blocked(void)
+{
+	struct ibv_qp_init_attr_ex attr = {
+		.qp_type = IBV_QPT_UD, .send_cq = cq, .recv_cq = cq, .pd = pd, .cap = { 4, 4, 1, 1, 0 },
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS, .create_flags = IBV_QP_CREATE_BLOCK_SELF_MCAST_LB,
+	};
+	struct ibv_qp *qp = ibv_create_qp_ex(device, &attr);
+
+	return qp && !ibv_destroy_qp(qp);
+}
+
 static uint8_t page[8192] __attribute__((aligned(4096)));
 
 static bool region(unsigned int access)
@@ -243,6 +254,7 @@ static const char *features(const struct device *d)
 	HAS(d->cq_ex, extended_cq(), EOPNOTSUPP);
 	HAS(d->qp_ex, extended_qp(type, IBV_QP_EX_WITH_SEND), EOPNOTSUPP);
 	HAS(d->qp_ex && d->mw > 0 && d->rc, extended_qp(type, IBV_QP_EX_WITH_BIND_MW), EOPNOTSUPP);
+	HAS(d->blocks_own, own_multicast_blocked(), EOPNOTSUPP);
 	HAS(d->counters, counter(), EOPNOTSUPP);
 	HAS(d->resize_cq, resized(), EOPNOTSUPP);
 	HAS(d->rereg, reregistered(), EOPNOTSUPP);

@@ -106,6 +106,7 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
         },
         keep_going: has(ANYWARPDV_QP_KEEP_GOING),
         plain_writes: has(ANYWARPDV_QP_PLAIN_WRITES),
+        blocks_own: usual.blocks_own,
         port,
     })
 }

@@ -34,6 +34,8 @@ pub(crate) struct Features {
     pub(crate) resize_cq: bool,
     pub(crate) resize_srq: bool,
     pub(crate) reregister: bool,
+    /// `IBV_QP_CREATE_BLOCK_SELF_MCAST_LB`.
+    pub(crate) blocks_own_multicast: bool,
     /// Whether reliable queue pairs can be connected by `ibv_modify_qp`, not only by rdma_cm.
     pub(crate) connects_itself: bool,
 }
@@ -162,6 +164,7 @@ const ANYWARP: Profile = Profile {
         resize_cq: true,
         resize_srq: true,
         reregister: true,
+        blocks_own_multicast: true,
         connects_itself: true,
     },
 };
@@ -206,6 +209,7 @@ const SIW: Profile = Profile {
         resize_cq: false,
         resize_srq: true,
         reregister: false,
+        blocks_own_multicast: false,
         connects_itself: false,
     },
     ..ANYWARP
@@ -257,6 +261,7 @@ const RXE: Profile = Profile {
         domains: false,
         null_region: false,
         reregister: false,
+        blocks_own_multicast: false,
         ..ANYWARP.has
     },
     ..ANYWARP
@@ -346,6 +351,7 @@ const EFA: Profile = Profile {
         resize_cq: false,
         resize_srq: false,
         reregister: false,
+        blocks_own_multicast: false,
         connects_itself: false,
         ..ANYWARP.has
     },

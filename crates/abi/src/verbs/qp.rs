@@ -353,17 +353,30 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
         if !has(IBV_QP_INIT_ATTR_PD) {
             return Err(libc::EINVAL);
         }
-        // As the kernel's software devices, this one has none of these options.
-        if has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && ex.create_flags != 0 {
-            return Err(libc::EOPNOTSUPP);
-        }
+        let chosen = match ex.create_flags {
+            _ if !has(IBV_QP_INIT_ATTR_CREATE_FLAGS) => None,
+            0 => None,
+            IBV_QP_CREATE_BLOCK_SELF_MCAST_LB
+                if ex.qp_type == IBV_QPT_UD && profile().has.blocks_own_multicast =>
+            {
+                let options = Options {
+                    blocks_own: true,
+                    ..Options::default()
+                };
+                Some((Kind::Ud, options))
+            }
+            _ => return Err(libc::EOPNOTSUPP),
+        };
         let ops = has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).then_some(ex.send_ops_flags);
         if ops.is_some_and(|ops| ops & !wr_ex::known_ops(ex.qp_type) != 0) {
             return Err(libc::EOPNOTSUPP);
         }
         let mut plain = plain_of(ex);
+        if chosen.is_some() {
+            profile().admits_qp(&plain)?;
+        }
         // SAFETY: upheld by the program.
-        let qp = unsafe { create(ex.pd, &mut plain, ops, None) }?;
+        let qp = unsafe { create(ex.pd, &mut plain, ops, chosen) }?;
         ex.cap = plain.cap;
         Ok(qp)
     })

@@ -68,6 +68,8 @@ pub struct Options {
     pub keep_going: bool,
     /// Reliable services: Writes leave no record.
     pub plain_writes: bool,
+    /// Datagrams that the queue pair itself has sent to a group are not delivered to it.
+    pub blocks_own: bool,
     /// The UDP port, which must not be in use by another queue pair. 0: any port.
     pub port: u16,
 }
@@ -93,6 +95,7 @@ impl Default for Options {
             peer_timeout: Duration::from_secs(5),
             keep_going: false,
             plain_writes: false,
+            blocks_own: false,
             port: 0,
         }
     }

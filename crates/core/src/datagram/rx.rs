@@ -105,6 +105,9 @@ impl DatagramQp {
         if !to_group && datagram.shim.dst_index != index(self.base.qpn) {
             return Err(Dropped::Index);
         }
+        if to_group && self.options.blocks_own && self.has_sent(arrival, &datagram.shim) {
+            return Ok(());
+        }
         if datagram.header.opcode() == Opcode::Control {
             return self.receive_control(arrival, &datagram);
         }
@@ -112,6 +115,13 @@ impl DatagramQp {
             return self.receive_uc(arrival, &datagram, bytes.len());
         }
         self.admit(arrival, &datagram, bytes.len(), to_group)
+    }
+
+    /// Whether a datagram comes from this queue pair. A queue pair of another host can have the same number, but hardly ever the same epoch
+    /// too.
+    fn has_sent(&self, arrival: &Arrival, shim: &Shim) -> bool {
+        let source = u32::from(arrival.from.port()) << 8 | u32::from(shim.src_index);
+        source == self.base.qpn && shim.epoch == self.epoch
     }
 
     /// Handles a packet of the reliability layer.

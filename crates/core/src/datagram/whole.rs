@@ -44,7 +44,12 @@ impl DatagramQp {
         let to_group = |ip| is_group(ip) || self.joined.contains(&ip);
         let known = self.last_arrival.of(arrival, to_group);
         let to_group = known.to_group;
-        let is_ours = (to_group || head.dst_index == index(self.base.qpn))
+        let is_ours = if to_group {
+            !self.options.blocks_own
+        } else {
+            head.dst_index == index(self.base.qpn)
+        };
+        let is_ours = is_ours
             && head.qkey == self.base.attr.qkey
             && head.length <= self.options.max_send.max(bounds::UD_MTU);
         let Some(request) = self.base.rq.front_own().filter(|_| is_ours) else {
