@@ -85,23 +85,34 @@ impl fmt::Display for Missing {
 impl Library {
     /// Finds the folder: ANYWARP_LIB, or `../lib/anywarp` relative to the folder of this program.
     pub(crate) fn find() -> Result<Self, Missing> {
+        Self::with(&PRELOADED)
+    }
+
+    /// Finds the folder of the preloaded library for sockets. Returns the path of the library.
+    pub(crate) fn sockets() -> Result<PathBuf, Missing> {
+        // This library does not use the drop-in libraries, which may be absent.
+        Self::with(&[SOCKETS]).map(|library| library.dir.join(SOCKETS))
+    }
+
+    /// Finds the folder, which must contain the files `needed`.
+    fn with(needed: &[&str]) -> Result<Self, Missing> {
         match env::var_os("ANYWARP_LIB").filter(|dir| !dir.is_empty()) {
-            Some(dir) => Self::at(Path::new(&dir), true),
+            Some(dir) => Self::at(Path::new(&dir), true, needed),
             None => {
                 let own = env::current_exe().map_err(Missing::OwnPath)?;
                 let prefix = own
                     .parent()
                     .and_then(Path::parent)
                     .unwrap_or_else(|| Path::new("/"));
-                Self::at(&prefix.join("lib/anywarp"), false)
+                Self::at(&prefix.join("lib/anywarp"), false, needed)
             }
         }
     }
 
-    /// Checks that the folder `dir` contains the libraries.
-    fn at(dir: &Path, from_variable: bool) -> Result<Self, Missing> {
+    /// Checks that the folder `dir` contains the files `needed`.
+    fn at(dir: &Path, from_variable: bool, needed: &[&str]) -> Result<Self, Missing> {
         let dir = std::path::absolute(dir).map_err(Missing::OwnPath)?;
-        for name in PRELOADED {
+        for name in needed {
             let path = dir.join(name);
             if !path.is_file() {
                 return Err(Missing::File {
@@ -134,23 +145,6 @@ impl Library {
     /// Returns the path of the path shim, if it is installed.
     pub(crate) fn path_shim(&self) -> Option<PathBuf> {
         Some(self.dir.join(PATH_SHIM)).filter(|path| path.is_file())
-    }
-
-    /// Returns the path of the preloaded library for sockets.
-    pub(crate) fn sockets(&self) -> Result<PathBuf, Missing> {
-        let path = self.dir.join(SOCKETS);
-        if path.is_file() {
-            return Ok(path);
-        }
-        Err(Missing::File {
-            path,
-            from_variable: env::var_os("ANYWARP_LIB").is_some_and(|dir| !dir.is_empty()),
-        })
-    }
-
-    /// Returns the value of LD_PRELOAD for sockets: the library, followed by the earlier value.
-    pub(crate) fn with_sockets(&self, preload: &Path, before: Option<OsString>) -> OsString {
-        in_front([preload.as_os_str()].into_iter(), before, b" :\t\n")
     }
 
     /// Returns the path of the Wireshark dissector, if it is installed.
@@ -223,6 +217,11 @@ impl Library {
         }
         variables
     }
+}
+
+/// Returns the value of LD_PRELOAD for sockets: the library, followed by the earlier value.
+pub(crate) fn with_sockets(preload: &Path, before: Option<OsString>) -> OsString {
+    in_front([preload.as_os_str()].into_iter(), before, b" :\t\n")
 }
 
 /// Returns `ours`, followed by the earlier value without these entries, so that a nested run adds nothing twice.
@@ -306,11 +305,29 @@ mod tests {
 
     #[test]
     fn a_folder_without_the_libraries_says_which_file_is_missing() {
-        let missing = Library::at(Path::new("/nonexistent"), true).unwrap_err();
+        let missing = Library::at(Path::new("/nonexistent"), true, &PRELOADED).unwrap_err();
 
         assert_eq!(
             missing.to_string(),
             "/nonexistent/libibverbs.so.1 is missing: ANYWARP_LIB must name the folder that holds it"
+        );
+    }
+
+    #[test]
+    fn the_library_for_sockets_needs_no_other_one() {
+        let dir = env::temp_dir().join(format!("anywarp-sockets-only-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join(SOCKETS), "").unwrap();
+        let alone = Library::at(&dir, true, &[SOCKETS]).map(|library| library.dir);
+        let verbs = Library::at(&dir, true, &PRELOADED).unwrap_err();
+        std::fs::remove_dir_all(&dir).unwrap();
+        let missing = Library::at(&dir, true, &[SOCKETS]).unwrap_err();
+        assert_eq!(alone.unwrap(), dir);
+        assert!(verbs.to_string().contains("libibverbs.so.1 is missing"));
+        assert!(
+            missing
+                .to_string()
+                .contains("libanywarp-sockets.so is missing")
         );
     }
 }

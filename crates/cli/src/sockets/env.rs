@@ -11,8 +11,7 @@ use crate::library::Library;
 
 pub(crate) fn run(args: &Env) -> Result<ExitCode, Failure> {
     args.rules.read()?;
-    let library = Library::find().map_err(Failure::Library)?;
-    let preload = library.sockets().map_err(Failure::Library)?;
+    let preload = Library::sockets().map_err(Failure::Library)?;
     let preload = preload.to_string_lossy();
     let rest = args.rules.variables(None);
     let text = if args.systemd {

@@ -15,7 +15,7 @@ use sockets_base::sources::{self, COMMAND, TAG};
 
 use crate::cmd::{Failure, exec, find};
 use crate::elf;
-use crate::library::Library;
+use crate::library::{Library, with_sockets};
 use args::{Rules, Run, Sockets, Task};
 
 /// Runs the selected subcommand.
@@ -75,8 +75,7 @@ fn start(args: &Run) -> Result<ExitCode, Failure> {
     };
     args.rules.read()?;
     let program = find(name)?;
-    let library = Library::find().map_err(Failure::Library)?;
-    let preload = library.sockets().map_err(Failure::Library)?;
+    let preload = Library::sockets().map_err(Failure::Library)?;
     for obstacle in elf::obstacles(&program, &preload) {
         eprintln!("anywarp: warning: {obstacle}: its sockets remain kernel sockets");
     }
@@ -86,7 +85,7 @@ fn start(args: &Run) -> Result<ExitCode, Failure> {
         .args(rest)
         .env(
             "LD_PRELOAD",
-            library.with_sockets(&preload, std::env::var_os("LD_PRELOAD")),
+            with_sockets(&preload, std::env::var_os("LD_PRELOAD")),
         )
         .envs(args.rules.variables(variable(COMMAND)));
     if args.log {
