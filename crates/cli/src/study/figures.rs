@@ -504,12 +504,46 @@ pub(crate) const VARIABLE: [&str; 20] = [
     "size",
 ];
 
+/// The axes that take only certain words, and these words. The first list is that of all runners, the second that of ping and
+/// blast: an axis with the same name takes other words with other runners.
+const WORDS: [(&str, &[&str]); 1] = [("carrier", &["tcp", "udp", "memory", "kernel"])];
+const WORDS_OF_PERF: [(&str, &[&str]); 10] = [
+    ("crc", BOOLEAN),
+    ("gro", BOOLEAN),
+    ("gso", BOOLEAN),
+    ("inline", BOOLEAN),
+    ("mode", &["poll", "event"]),
+    ("offload", BOOLEAN),
+    (
+        "op",
+        &[
+            "send",
+            "send-imm",
+            "write",
+            "write-imm",
+            "write-record",
+            "read",
+            "write-read",
+        ],
+    ),
+    ("posting", &["single", "list"]),
+    ("qp", &["rc", "uc", "ud", "rd"]),
+    ("signaling", &["full", "periodic"]),
+];
+const BOOLEAN: &[&str] = &["true", "false"];
+
 /// Replaces the values of axes, in each experiment that can have these axes.
 pub(crate) fn vary(experiments: &mut [Experiment], all: &[Varied]) -> Result<(), String> {
     for varied in all {
         let mut taken = false;
         for experiment in experiments.iter_mut() {
-            taken |= experiment.vary(varied);
+            if !experiment.vary(varied) {
+                continue;
+            }
+            taken = true;
+            if let Some(why) = experiment.unknown_word(varied) {
+                return Err(format!("{}={}: {why}", varied.axis, varied.text()));
+            }
             if let Some(why) = experiment.fault() {
                 return Err(format!("{}={}: {why}", varied.axis, varied.text()));
             }
@@ -591,6 +625,22 @@ impl Experiment {
             }
         }
         true
+    }
+
+    /// Returns which value is not one of the words of its axis, if there is one.
+    fn unknown_word(&self, varied: &Varied) -> Option<String> {
+        let perf = matches!(self.runner, Runner::Ping | Runner::Blast);
+        let (_, words) = WORDS
+            .iter()
+            .chain(WORDS_OF_PERF.iter().filter(|_| perf))
+            .find(|(axis, _)| *axis == varied.axis)?;
+        let mut values = varied.values.iter();
+        let unknown = values.find(|value| !words.contains(&value.0.as_str()))?;
+        Some(format!(
+            "unknown value '{}'; the values are {}",
+            unknown.0,
+            words.join(", ")
+        ))
     }
 
     /// Returns all points, including blank ones.
@@ -1047,6 +1097,19 @@ mod tests {
             error.contains("no chosen figure has the axis colour"),
             "{error}"
         );
+        for (text, why) in [
+            (
+                "carrier=tcp,xyz",
+                "carrier=tcp,xyz: unknown value 'xyz'; the values are tcp, udp, memory, kernel",
+            ),
+            (
+                "gso=no",
+                "gso=no: unknown value 'no'; the values are true, false",
+            ),
+        ] {
+            assert_eq!(vary(&mut all, &[varied(text).unwrap()]).unwrap_err(), why);
+        }
+        vary(&mut all, &[varied("carrier=tcp,kernel").unwrap()]).unwrap();
         let mut other = [parse(&FILE.replace("runner = \"blast\"", "runner = \"mpi\"")).unwrap()];
         assert!(vary(&mut other, &[varied("mtu=1500").unwrap()]).is_err());
         vary(&mut other, &[varied("size=7").unwrap()]).unwrap();
