@@ -30,15 +30,19 @@ pub struct Variable {
     pub text: &'static str,
 }
 
+/// The levels of `ANYWARP_LOG`, from the least verbose on.
+pub const LOG_LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+
 /// All variables, in the order of the manual.
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "ANYWARP_LOG",
         reader: Reader::Device,
         default: "off",
-        value: "error|warn|info|debug|trace",
+        value: "off|error|warn|info|debug|trace",
         text: "The level of the log, which the device writes to stderr. Nothing is written when unset. The level \
-               info reports connections and why they ended; debug adds each work request, and trace each frame.",
+               info reports connections and why they ended; debug adds each work request, and trace each frame. With \
+               another value the log is off, and a warning on stderr says so.",
     },
     Variable {
         name: "ANYWARP_ADDR",
@@ -132,7 +136,7 @@ pub const VARIABLES: &[Variable] = &[
         text: "The congestion control of this side's TCP connections (reno, cubic, bbr, …), one of those in \
                net.ipv4.tcp_allowed_congestion_control. When unset, it is the host's default; but on paths with a \
                round trip of less than 100 µs, cubic or reno takes the place of bbr, until one segment in 50 is lost. \
-               `anywarp stat` shows it.",
+               `anywarp stat` shows it. A name that the host does not allow is ignored with a warning in the log.",
     },
     Variable {
         name: "ANYWARP_GSO",

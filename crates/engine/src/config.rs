@@ -5,10 +5,12 @@
 use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::OnceLock;
 
 use anywarp_core::bounds;
 use anywarp_core::connection::Peer;
+use anywarp_core::env::LOG_LEVELS;
 
 use crate::sys::secure::has_more_rights_than_its_caller;
 
@@ -33,6 +35,8 @@ pub fn variable(name: &str) -> Option<OsString> {
 pub struct Config {
     /// `ANYWARP_LOG`: the most verbose level that is written.
     pub log: Level,
+    /// A warning about the value of `ANYWARP_LOG`, which is written although the log is off.
+    pub log_warning: Option<String>,
     /// `ANYWARP_ADDR`: the address that becomes GID 0.
     pub address: Option<IpAddr>,
     /// `ANYWARP_FACE`: the node type and transport that queries report.
@@ -186,12 +190,13 @@ impl Config {
     fn from_variables(lookup: impl Fn(&str) -> Option<OsString>) -> Self {
         let lookup = |name: &str| lookup(name).filter(|value| !value.is_empty());
         let text = |name| lookup(name).map(|value| value.to_string_lossy().into_owned());
-        let number = |name| text(name)?.parse::<u64>().ok();
-        let is_on = |name| lookup(name).is_some_and(|value| value != "0");
         let mut reader = Choices {
             text: &text,
             warnings: Vec::new(),
         };
+        let log = reader.level();
+        // The only warning so far.
+        let log_warning = reader.warnings.pop();
         let device_profile = text("ANYWARP_DEVICE_PROFILE");
         // A device profile of an iWARP RNIC implies that queries report one.
         let face_default = if device_profile.as_deref() == Some("siw") {
@@ -200,17 +205,8 @@ impl Config {
             Face::Roce
         };
         Self {
-            log: match text("ANYWARP_LOG")
-                .map(|v| v.to_ascii_lowercase())
-                .as_deref()
-            {
-                Some("error") => Level::Error,
-                Some("warn" | "warning") => Level::Warn,
-                Some("info") => Level::Info,
-                Some("debug") => Level::Debug,
-                Some("trace") => Level::Trace,
-                _ => Level::Off,
-            },
+            log,
+            log_warning,
             address: reader.address(),
             face: reader.choice(
                 "ANYWARP_FACE",
@@ -222,7 +218,7 @@ impl Config {
                 ],
             ),
             // RFC 5044 §4.4 [mpa-crc-default]: CRCs are on unless they are switched off explicitly.
-            crc: text("ANYWARP_CRC").as_deref() != Some("0"),
+            crc: reader.choice("ANYWARP_CRC", true, &[("0", false), ("1", true)]),
             transport: reader.choice(
                 "ANYWARP_CARRIER",
                 Transport::Auto,
@@ -233,12 +229,13 @@ impl Config {
                 ],
             ),
             trunk: reader.trunk(),
-            pages: if is_on("ANYWARP_PIN") {
-                Pages::Pin
-            } else if is_on("ANYWARP_PREFAULT") {
-                Pages::Prefault
-            } else {
-                Pages::Leave
+            pages: match (
+                reader.is_on("ANYWARP_PIN"),
+                reader.is_on("ANYWARP_PREFAULT"),
+            ) {
+                (true, _) => Pages::Pin,
+                (false, true) => Pages::Prefault,
+                (false, false) => Pages::Leave,
             },
             congestion_control: text("ANYWARP_CC"),
             gso: reader.choice("ANYWARP_GSO", true, &[("1", true), ("0", false)]),
@@ -249,13 +246,15 @@ impl Config {
             faults: lookup("ANYWARP_FAULTS"),
             faults_file: lookup("ANYWARP_FAULTS_FILE").map(PathBuf::from),
             qos: lookup("ANYWARP_QOS"),
-            stat: is_on("ANYWARP_STAT"),
+            stat: reader.is_on("ANYWARP_STAT"),
             capture: lookup("ANYWARP_CAPTURE").map(|path| Capture {
                 path: PathBuf::from(path),
-                snap_len: number("ANYWARP_CAPTURE_SNAPLEN")
-                    .and_then(|n| usize::try_from(n).ok())
+                snap_len: reader
+                    .number("ANYWARP_CAPTURE_SNAPLEN")
                     .unwrap_or(usize::MAX),
-                limit: number("ANYWARP_CAPTURE_LIMIT").unwrap_or(CAPTURE_LIMIT_DEFAULT),
+                limit: reader
+                    .number("ANYWARP_CAPTURE_LIMIT")
+                    .unwrap_or(CAPTURE_LIMIT_DEFAULT),
             }),
             framing: reader.choice(
                 "ANYWARP_PROFILE",
@@ -280,6 +279,45 @@ struct Choices<'a> {
 }
 
 impl Choices<'_> {
+    /// The value of `ANYWARP_LOG`, in lower case or capitals.
+    fn level(&mut self) -> Level {
+        let Some(value) = (self.text)("ANYWARP_LOG") else {
+            return Level::Off;
+        };
+        match value.to_ascii_lowercase().as_str() {
+            "off" => Level::Off,
+            "error" => Level::Error,
+            "warn" | "warning" => Level::Warn,
+            "info" => Level::Info,
+            "debug" => Level::Debug,
+            "trace" => Level::Trace,
+            _ => {
+                self.warnings.push(format!(
+                    "ANYWARP_LOG: unknown value '{value}', the log is off; the values are {}",
+                    LOG_LEVELS.join(", ")
+                ));
+                Level::Off
+            }
+        }
+    }
+
+    /// Whether the value of `name` is 1, and not 0 or unset.
+    fn is_on(&mut self, name: &'static str) -> bool {
+        self.choice(name, false, &[("0", false), ("1", true)])
+    }
+
+    /// The number in `name`; `None` when it is unset or, with a warning, no number.
+    fn number<T: FromStr>(&mut self, name: &'static str) -> Option<T> {
+        let value = (self.text)(name)?;
+        let number = value.parse().ok();
+        if number.is_none() {
+            self.warnings.push(format!(
+                "{name}: '{value}' is not a number, the default is used"
+            ));
+        }
+        number
+    }
+
     /// The value of `ANYWARP_ADDR`.
     fn address(&mut self) -> Option<IpAddr> {
         let value = (self.text)("ANYWARP_ADDR")?;
@@ -371,6 +409,55 @@ mod tests {
             ]
         );
         assert!(with(&[("ANYWARP_CARRIER", "")]).warnings.is_empty());
+    }
+
+    #[test]
+    fn an_unknown_value_is_as_if_unset() {
+        let bad = [
+            "ANYWARP_CRC",
+            "ANYWARP_PIN",
+            "ANYWARP_PREFAULT",
+            "ANYWARP_STAT",
+            "ANYWARP_CAPTURE_SNAPLEN",
+            "ANYWARP_CAPTURE_LIMIT",
+        ];
+        let mut variables = bad.map(|name| (name, "maybe")).to_vec();
+        variables.push(("ANYWARP_CAPTURE", "file"));
+        let config = with(&variables);
+        let unset = with(&[("ANYWARP_CAPTURE", "file")]);
+        let of = |c: &Config| (c.crc, c.pages, c.stat, c.capture.clone());
+        assert_eq!(of(&config), of(&unset));
+        assert_eq!(config.warnings.len(), bad.len());
+        assert_eq!(
+            config.warnings[0],
+            "ANYWARP_CRC: unknown value 'maybe', the default is used; the values are 0, 1"
+        );
+        for name in bad {
+            let named = |w: &&String| w.starts_with(&format!("{name}: "));
+            assert_eq!(config.warnings.iter().filter(named).count(), 1, "{name}");
+        }
+        assert!(with(&[("ANYWARP_STAT", "1")]).stat);
+        assert_eq!(with(&[("ANYWARP_PREFAULT", "1")]).pages, Pages::Prefault);
+        assert_eq!(with(&[("ANYWARP_PIN", "1")]).pages, Pages::Pin);
+    }
+
+    #[test]
+    fn an_unknown_level_of_the_log_is_reported() {
+        for name in LOG_LEVELS {
+            let config = with(&[("ANYWARP_LOG", name)]);
+            assert_eq!(config.log == Level::Off, name == "off");
+            assert_eq!(config.log_warning, None);
+        }
+        assert_eq!(with(&[("ANYWARP_LOG", "INFO")]).log, Level::Info);
+        let config = with(&[("ANYWARP_LOG", "foo")]);
+        assert_eq!(config.log, Level::Off);
+        assert_eq!(
+            config.log_warning.as_deref(),
+            Some(
+                "ANYWARP_LOG: unknown value 'foo', the log is off; the values are off, error, warn, info, debug, trace"
+            )
+        );
+        assert!(config.warnings.is_empty());
     }
 
     #[test]

@@ -16,6 +16,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::mr::Regions;
 use anywarp_core::verbs::rnic::Rnic;
+use rustix::net::sockopt::set_tcp_congestion;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::config::config;
 use crate::locks::{Mutex, Rank};
@@ -92,8 +94,20 @@ pub fn engine() -> io::Result<&'static Engine> {
     if let Some(engine) = cell.engine.get() {
         return Ok(engine);
     }
+    if let Some(warning) = &config().log_warning {
+        // Written although the log is off: whoever sets the variable expects lines, and would not know why there are none.
+        log::write(log::Level::Warn, format_args!("{warning}"));
+    }
     for warning in &config().warnings {
         log!(Warn, "{warning}");
+    }
+    if let Some(name) = &config().congestion_control
+        && let Err(e) = try_congestion_control(name)
+    {
+        log!(
+            Warn,
+            "ANYWARP_CC: '{name}': {e}, the default is used; net.ipv4.tcp_allowed_congestion_control lists the allowed values"
+        );
     }
     let engine = Box::new(Engine::new()?);
     // The thread is created before the engine is leaked and visible, and receives the reactor later. If the thread
@@ -105,6 +119,16 @@ pub fn engine() -> io::Result<&'static Engine> {
     let _ = give.send(&engine.reactor);
     let _ = cell.engine.set(engine);
     Ok(engine)
+}
+
+/// Sets a congestion control on a socket that is not used afterwards.
+fn try_congestion_control(name: &str) -> io::Result<()> {
+    let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+    let Ok(socket) = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None) else {
+        // The cause is not the name.
+        return Ok(());
+    };
+    Ok(set_tcp_congestion(&socket, name)?)
 }
 
 /// Handles a panic that was caught. `place` names the function that caught it, `payload` is the panic's payload.

@@ -2,6 +2,7 @@
 
 use crate::real;
 use crate::sys;
+use anywarp_core::env::LOG_LEVELS;
 use std::sync::OnceLock;
 
 static ON: OnceLock<bool> = OnceLock::new();
@@ -22,9 +23,33 @@ pub fn with(text: impl FnOnce() -> String) {
 
 fn is_on() -> bool {
     *ON.get_or_init(|| {
-        !sys::has_more_rights_than_its_caller()
-            && std::env::var_os("ANYWARP_LOG").is_some_and(|v| !v.is_empty() && v != "off")
+        if sys::has_more_rights_than_its_caller() {
+            return false;
+        }
+        let level = std::env::var_os("ANYWARP_LOG").unwrap_or_default();
+        let (is_on, warning) = read(&level.to_string_lossy());
+        if let Some(warning) = warning {
+            always(&warning);
+        }
+        is_on
     })
+}
+
+/// Returns whether a value of `ANYWARP_LOG` enables the log, and a warning if it is unknown. As in the device, an unknown value
+/// has the effect of none, and is reported although the log is off.
+fn read(level: &str) -> (bool, Option<String>) {
+    let known = |name: &str| level.eq_ignore_ascii_case(name);
+    if level.is_empty() || known("off") {
+        (false, None)
+    } else if LOG_LEVELS.into_iter().chain(["warning"]).any(known) {
+        (true, None)
+    } else {
+        let warning = format!(
+            "warning: ANYWARP_LOG: unknown value '{level}', the log is off; the values are {}",
+            LOG_LEVELS.join(", ")
+        );
+        (false, Some(warning))
+    }
 }
 
 /// Writes a line even if the log is disabled.
@@ -32,4 +57,21 @@ pub fn always(text: &str) {
     let line = format!("anywarp sockets[{}]: {text}\n", std::process::id());
     // SAFETY: the bytes are readable.
     let _ = unsafe { real::write(2, line.as_ptr().cast(), line.len()) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_level_is_as_if_unset_and_reported() {
+        for level in ["", "off", "OFF"] {
+            assert_eq!(read(level), (false, None), "{level}");
+        }
+        for level in ["info", "INFO", "warning", "trace"] {
+            assert_eq!(read(level), (true, None), "{level}");
+        }
+        let (is_on, warning) = read("foo");
+        assert!(!is_on && warning.unwrap().contains("unknown value 'foo'"));
+    }
 }

@@ -40,21 +40,10 @@ static REPLACED: OnceLock<Option<String>> = OnceLock::new();
 /// of the listening socket.
 pub(super) fn choose(fd: BorrowedFd<'_>) {
     if let Some(name) = &config().congestion_control {
-        set_named(fd, name);
+        // A name that the host does not allow was reported when the engine was created, and the host's default is used.
+        let _ = set_tcp_congestion(fd, name);
     } else if REPLACED.get_or_init(find_replaced).is_some() {
         replace(fd);
-    }
-}
-
-fn set_named(fd: BorrowedFd<'_>, name: &str) {
-    static LIMIT: log::Rarely = log::Rarely::new();
-    if let Err(e) = set_tcp_congestion(fd, name)
-        && LIMIT.now()
-    {
-        log!(
-            Warn,
-            "ANYWARP_CC={name}: {e}; using the host's congestion control (net.ipv4.tcp_allowed_congestion_control lists the allowed ones)"
-        );
     }
 }
 
