@@ -344,11 +344,15 @@ impl RcQp {
         };
         log!(
             Info,
-            "qp 0x{:06x}: connected to {} ({}), {:?} peer, crc {}, ird {ird}, ord {ord}",
+            "qp 0x{:06x}: connected to {} ({}), {}, crc {}, ird {ird}, ord {ord}",
             self.common.number,
             address.map_or_else(|| "itself".to_owned(), |a| a.to_string()),
             if initiator { "initiator" } else { "responder" },
-            config.peer,
+            match config.peer {
+                Peer::Anywarp => "anywarp peer",
+                Peer::Standard => "standard iWARP peer",
+                Peer::Unknown => "anywarp or standard iWARP peer (its first message tells which)",
+            },
             if config.crc { "on" } else { "off" },
         );
         let must_send_first = side == Side::ManagedAcceptor && opened.expects_rtr;
