@@ -122,11 +122,13 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
     if queue_pairs == 0 {
         return None;
     }
+    let count = |n: u64, what| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let mut text = format!(
-        "seed {}, {queue_pairs} queue pairs, {} requests, {} datagrams:",
+        "seed {}, {}, {}, {}:",
         plan.seed,
-        done.requests.load(Ordering::Relaxed),
-        done.datagrams.load(Ordering::Relaxed),
+        count(queue_pairs.into(), "queue pair"),
+        count(done.requests.load(Ordering::Relaxed), "request"),
+        count(done.datagrams.load(Ordering::Relaxed), "datagram"),
     );
     // The process exits, and the thread that holds this lock may have ended without releasing it.
     let faults = done.faults.try_lock()?;
@@ -657,6 +659,12 @@ mod tests {
         let done = Done::new();
         let plan = Plan::default();
         assert_eq!(summary(&plan, &done), None);
+        done.queue_pairs.store(1, Ordering::Relaxed);
+        done.requests.store(1, Ordering::Relaxed);
+        done.datagrams.store(1, Ordering::Relaxed);
+        let singular = "seed 1, 1 queue pair, 1 request, 1 datagram: no fault";
+        assert_eq!(summary(&plan, &done).as_deref(), Some(singular));
+        done.datagrams.store(0, Ordering::Relaxed);
         done.queue_pairs.store(2, Ordering::Relaxed);
         done.requests.store(5, Ordering::Relaxed);
         let head = "seed 1, 2 queue pairs, 5 requests, 0 datagrams:";
