@@ -1050,7 +1050,14 @@ static const char *refusals(size_t arg)
 	REFUSED(exs_bind(other, (struct sockaddr *)&addr, sizeof addr), EAFNOSUPPORT);
 	REFUSED(exs_connect(other, (struct sockaddr *)&addr, sizeof addr, 0, queue, 0), EAFNOSUPPORT);
 	ENSURE(exs_close(other) == 0, "%s", strerror(errno));
-	REFUSED(exs_close(77), ENOTSOCK);
+	/* A descriptor of the kernel is no socket of this library; a number that is not open is no descriptor. */
+	int kernel = dup(2);
+	ENSURE(kernel >= 0, "dup: %s", strerror(errno));
+	REFUSED(exs_close(kernel), ENOTSOCK);
+	REFUSED(exs_cancel(kernel, EXS_CAF_FILDES, 1), ENOTSOCK);
+	ENSURE(close(kernel) == 0, "exs_close closed a descriptor of the kernel");
+	REFUSED(exs_close(1 << 20), EBADF);
+	REFUSED(exs_cancel(1 << 20, EXS_CAF_FILDES, 1), EBADF);
 	/* Each call with invalid arguments fails without an event. */
 	struct timeval bad_time = { -1, 0 };
 	exs_pollfd_t polled = { .fd = ends[0], .events = EXS_POLLIN };

@@ -410,9 +410,11 @@ pub(crate) unsafe fn destroy_qp(id: *mut ffi::rdma_cm_id) {
     }
 }
 
-/// Returns the error for a descriptor that is not that of a socket.
+/// Returns the error for a descriptor that is not that of a socket: as for sockets of the kernel, it depends on whether the
+/// descriptor is open.
 fn no_socket(fd: c_int) -> c_int {
-    if (0..FIRST_FD).contains(&fd) {
+    // SAFETY: F_GETFD has no argument, and every number is allowed: it fails if this is no open descriptor.
+    if (0..FIRST_FD).contains(&fd) && unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0 {
         libc::ENOTSOCK
     } else {
         libc::EBADF
