@@ -306,6 +306,17 @@ fn run_ttcp() -> Result<bool> {
         "tcp",
         "transaction",
     ] {
+        if mode != "tcp" {
+            // Nagle's algorithm belongs to TCP.
+            let mut command = Command::new(bin.join("anywarp"));
+            command.args(["run", "--"]).arg(bin.join("exs-ttcp"));
+            command.args(["--self", "--nagle", "--mode", mode]);
+            let output = command.output()?;
+            if output.status.code() != Some(2) {
+                println!("FAIL exs-ttcp {mode} --nagle: {}", output.status);
+                all = false;
+            }
+        }
         for more in [&[][..], &["--ping"], &["--stream", "--in-flight", "64"]] {
             if mode == "transaction" && more == ["--ping"] {
                 continue;

@@ -1117,11 +1117,12 @@ static const char usage[] =
 	"      --ping            latency: one message there, one back\n"
 	"      --stream          SOCK_STREAM, not SOCK_SEQPACKET\n"
 	"      --wait HOW        adaptive, notify or busy: how threads wait for events [adaptive]\n"
-	"      --nagle           TCP without TCP_NODELAY\n"
+	"      --nagle           with --mode tcp: without TCP_NODELAY\n"
 	"      --verify          fill and compare each byte, not only the ends of each message\n"
 	"      --json            one JSON object for each size\n"
 	"  -p, --port PORT       [" PORT "]; 0: any, the server prints it\n"
 	"      --keep            serve one client after the other\n"
+	"  -h, --help            prints this\n"
 	"  -V, --version\n";
 
 struct options {
@@ -1275,6 +1276,8 @@ static int parse(int argc, char **argv, struct options *o)
 		return wrong("only for the throughput of single messages", "--buffers");
 	if (o->row.mode == TRANSACTION && o->row.ping)
 		return wrong("no pings in mode", mode_names[TRANSACTION]);
+	if (o->row.nagle && o->row.mode != TCP)
+		return wrong("only with --mode tcp", "--nagle");
 	if (o->row.ping && o->row.count > MAX_PINGS)
 		return wrong("too many", "--count");
 	return 0;
