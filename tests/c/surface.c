@@ -9,7 +9,9 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <rdma/rdma_cma.h>
+#include <stdatomic.h>
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -920,6 +922,72 @@ static const char *no_socket_is_left(size_t arg)
 	return NULL;
 }
 
+#define POLLED_ROUNDS 4000u
+
+/* A thread that polls the last word of messages and then checks the rest. */
+static struct poller {
+	_Atomic uint64_t *words; /* the memory of the message */
+	size_t count;            /* its length in words */
+	_Atomic uint64_t taken;  /* the last round that was checked */
+	_Atomic size_t wrong;    /* how many words were of an earlier round */
+	_Atomic bool stop;
+} poller;
+
+static void *poll_last_word(void *arg)
+{
+	struct poller *p = arg;
+
+	for (uint64_t round = 1; round <= POLLED_ROUNDS; round++) {
+		while (atomic_load(&p->words[p->count - 1]) != round)
+			if (p->stop)
+				return NULL;
+		for (size_t i = 0; i < p->count; i++)
+			p->wrong += atomic_load_explicit(&p->words[i], memory_order_relaxed) != round;
+		p->taken = round;
+	}
+	return NULL;
+}
+
+/* Programs poll the last word of the memory of RDMA Writes and then read the rest. Their rings are often not aligned to cache lines. */
+static const char *last_word_arrives_last(size_t len)
+{
+	static uint64_t source[8192];
+	uint64_t end = now_ms() + 6 * WAIT_MS;
+	const char *failure = NULL;
+	struct region from, to;
+	pthread_t thread;
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&from, p.a.pd, len, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&to, p.b.pd, len + 8, ALL_ACCESS));
+	memset(to.at, 0, len + 8);
+	poller.words = (_Atomic uint64_t *)(to.at + 8);
+	poller.count = len / 8;
+	poller.taken = poller.wrong = poller.stop = 0;
+	ENSURE(!pthread_create(&thread, NULL, poll_last_word, &poller), "pthread_create");
+	for (uint64_t round = 1; round <= POLLED_ROUNDS && !failure && !poller.wrong; round++) {
+		struct ibv_sge sge = sge_of(&from, 0, (uint32_t)len);
+		struct ibv_send_wr wr = rdma_wr(round, IBV_WR_RDMA_WRITE, &sge, 1, &to, 8);
+
+		for (size_t i = 0; i < len / 8; i++)
+			source[i] = round;
+		memcpy(from.at, source, len);
+		failure = post(p.a.qp, &wr);
+		if (!failure)
+			failure = expect_ok(p.a.scq, round, IBV_WC_RDMA_WRITE, NULL);
+		while (!failure && poller.taken != round && now_ms() < end)
+			sched_yield();
+		if (!failure && poller.taken != round)
+			failure = "the last word does not arrive";
+	}
+	poller.stop = true;
+	pthread_join(thread, NULL);
+	ENSURE(!failure, "%s", failure);
+	ENSURE(!poller.wrong, "%zu words are old when the last one arrives", poller.wrong);
+	return NULL;
+}
+
 /* Public fields and attributes that programs for other devices rely on. */
 static const char *public_fields(size_t arg)
 {
@@ -1034,6 +1102,9 @@ static const struct test tests[] = {
 	{ "event_after_polling", event_after_polling, 0, 0, false },
 #endif
 	{ "no_socket_is_left", no_socket_is_left, 0, 0, true },
+	{ "last_word_of_1024_bytes", last_word_arrives_last, 1024, 0, false },
+	{ "last_word_of_2048_bytes", last_word_arrives_last, 2048, 0, false },
+	{ "last_word_of_65536_bytes", last_word_arrives_last, 65536, 0, false },
 	{ "public_fields", public_fields, 0, 0, false },
 	{ "device_memory", device_memory, 0, 0, false },
 	{ "device_memory_limits", device_memory_limits, 0, 0, false },

@@ -9,6 +9,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anywarp_core::verbs::mr::{Memory, Pinned, Placement};
+use shared_memory::copy_last_word_last;
 use smallvec::SmallVec;
 
 use crate::sys::loaded::Library;
@@ -97,19 +98,11 @@ impl Memory for UserMemory {
                 return;
             }
         }
-        if let Ok(word) = <[u8; 8]>::try_from(bytes)
-            && len == 8
-            && target.addr().is_multiple_of(8)
-        {
-            // An Atomic Write must be stored atomically. Any aligned word may be that of an Atomic Write.
-            // SAFETY: eight bytes inside the pinned region, aligned.
-            let at = unsafe { AtomicU64::from_ptr(target.cast()) };
-            at.store(u64::from_ne_bytes(word), Ordering::Release);
-            return;
-        }
+        // The program may poll the last word of a message. An Atomic Write must be stored atomically, and any aligned word may be that of an
+        // Atomic Write.
         // SAFETY: `target..target+len` lies inside the pinned region (`range` cuts it), which the application promised
-        // to keep mapped while it is registered. `bytes` is memory of our own: a receive buffer is never registered.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, len) };
+        // to keep mapped while it is registered.
+        unsafe { copy_last_word_last(bytes.as_ptr(), target, len) };
     }
 
     fn place_both(&self, to: &Pinned<'_>, first: &[u8], second: &[u8]) {
@@ -124,7 +117,7 @@ impl Memory for UserMemory {
         // SAFETY: `first` is not longer than `len`, so this address is in the region or just behind it.
         let behind = unsafe { target.add(first.len()) };
         // SAFETY: as in `place`; `len` is at most the length of both.
-        unsafe { std::ptr::copy_nonoverlapping(second.as_ptr(), behind, len - first.len()) };
+        unsafe { copy_last_word_last(second.as_ptr(), behind, len - first.len()) };
     }
 
     fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>) {

@@ -3,6 +3,10 @@
 //! The peer may write to the memory at any time, so no `&[u8]` to it is ever made: bytes are copied by offset, words
 //! are atomic, and the code that reads a number from the memory checks the number before it uses it.
 
+mod order;
+
+pub use order::copy_last_word_last;
+
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
@@ -187,7 +191,7 @@ impl Shared {
         }
     }
 
-    /// Copies `len` bytes from offset `at` to `to`. Does nothing if they are not inside the memory.
+    /// Copies `len` bytes from offset `at` to `to`, the last word last. Does nothing if they are not inside the memory.
     ///
     /// # Safety
     /// `to` points to `len` writable bytes. They may overlap the shared memory, and others may access them at the same time.
@@ -195,7 +199,7 @@ impl Shared {
     pub unsafe fn get_to(&self, at: usize, to: *mut u8, len: usize) {
         if let Some(from) = self.at(at, len) {
             // SAFETY: as in `put_from`.
-            unsafe { std::ptr::copy(from, to, len) };
+            unsafe { copy_last_word_last(from, to, len) };
         }
     }
 }

@@ -46,6 +46,8 @@ const RX_RECORDS: usize = 128;
 pub(crate) const RX_RING_TURNS: usize = super::shm::RECORDS_MAX / RX_RECORDS + 1;
 /// A received record counts as at least this many bytes, because each record takes some time.
 const RX_RECORD_LEAST: usize = 64;
+/// Bytes at the end of a message that are never received straight into user memory: the last aligned word.
+const LAST_BYTES: u64 = 8;
 /// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a limit of 1 MiB, eight
 /// connections with long Read Responses delayed others by three milliseconds.
 const TX_TURN_BYTES: usize = 256 << 10;
@@ -628,10 +630,16 @@ impl Tcp {
                 self.rx_limited = true;
                 break;
             }
-            let direct = conn.direct().map(|(places, filled, missing)| Unfilled {
-                places,
-                filled,
-                missing,
+            let direct = conn.direct().and_then(|(places, filled, missing)| {
+                // The kernel copies in any order. The last bytes are received into the buffer and placed from there, because the program
+                // may poll the last word of the message. `Shm::receive` places them last itself.
+                let kept = if self.rx_shm { 0 } else { LAST_BYTES };
+                let missing = missing.checked_sub(kept).filter(|missing| *missing > 0)?;
+                Some(Unfilled {
+                    places,
+                    filled,
+                    missing,
+                })
             });
             let wanted = direct.map_or(0, |direct| {
                 usize::try_from(direct.missing).unwrap_or(usize::MAX)
