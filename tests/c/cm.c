@@ -2081,6 +2081,39 @@ static const char *multicast_without_queue_pair(size_t arg)
 	return not_readable(channel->fd, 0);
 }
 
+/*
+ * When the peer disconnects, the program gets the event. With RoCE its queue pair stays as it is, with its receives, until it disconnects
+ * too. With iWARP the queue pair has failed.
+ */
+static const char *peer_disconnects(size_t destroys)
+{
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct fixture s;
+	bool iwarp;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	iwarp = s.server->verbs->device->transport_type == IBV_TRANSPORT_IWARP;
+	TRY(post_recv(s.server->qp, 1, NULL, 0));
+	if (destroys)
+		ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+	else
+		ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	if (!iwarp) {
+		TRY(no_wc(s.server->recv_cq, QUIET_MS));
+		ENSURE(!ibv_query_qp(s.server->qp, &attr, IBV_QP_STATE, &init) && attr.qp_state == IBV_QPS_RTS, "state %d",
+		       attr.qp_state);
+		TRY(post_recv(s.server->qp, 2, NULL, 0));
+		ENSURE(!rdma_disconnect(s.server), "rdma_disconnect: %s", strerror(errno));
+	}
+	ENSURE(!ibv_query_qp(s.server->qp, &attr, IBV_QP_STATE, &init) && attr.qp_state == IBV_QPS_ERR, "state %d", attr.qp_state);
+	for (uint64_t id = 1; id <= (iwarp ? 1 : 2); id++)
+		TRY(expect_status(s.server->recv_cq, id, IBV_WC_WR_FLUSH_ERR));
+	return not_readable(s.server_channel->fd, QUIET_MS);
+}
+
 /* Sequential connections through one listener. */
 static const char *sequential(size_t count)
 {
@@ -2359,6 +2392,8 @@ static const struct test tests[] = {
 	{ "multicast", multicast, 3, 0, false },
 	{ "multicast_without_queue_pair", multicast_without_queue_pair, 0, 0, false },
 	{ "own_multicast_blocked", own_multicast_blocked, 0, 0, false },
+	{ "peer_disconnects", peer_disconnects, 0, 0, false },
+	{ "peer_destroys", peer_disconnects, 1, 0, false },
 	{ "sequential", sequential, 100, 0, false },
 };
 

@@ -63,6 +63,8 @@ pub struct Setup {
     pub ord: u32,
     /// Whether the connection manager set up the stream.
     pub managed: bool,
+    /// Whether the queue pair then stays as it is when the peer's program ends the stream.
+    pub stays: bool,
     /// The first message of the initiator.
     pub first: First,
     /// Whether the peer gets markers.
@@ -98,6 +100,7 @@ impl Setup {
             ird: 16,
             ord: 16,
             managed: false,
+            stays: false,
             first: First::Hello,
             markers: false,
             access: access::ALL,
@@ -124,6 +127,7 @@ impl Setup {
             peer: Peer::Standard,
             mulpdu: 1442,
             managed: true,
+            stays: false,
             first: First::Write,
             ..Self::anywarp()
         }
@@ -144,6 +148,7 @@ impl Setup {
             initiator,
             first: self.first,
             managed: self.managed,
+            stays: self.stays,
             markers: self.markers,
             offer_after: OfferAfter::NEVER,
         }

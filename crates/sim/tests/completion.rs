@@ -449,19 +449,27 @@ fn a_disconnect_in_the_middle_of_a_message_flushes_its_receive() {
 
 #[test]
 fn a_managed_queue_pair_fails_when_its_connection_ends() {
-    let setup = Setup {
-        managed: true,
-        ..Setup::anywarp()
-    };
-    let mut w = World::new(1);
-    let (a, b) = w.pair(&setup);
-    w[a].recv(1, &[]);
-    w.run();
-    w[b].conn.leave("disconnected");
-    w.run();
-    assert_eq!(w[a].conn.state(), State::Error);
-    assert!(w[a].raised(AsyncEvent::PeerGone));
-    assert_eq!(statuses(&w[a].received()), [(1, Status::Flushed)]);
+    for stays in [false, true] {
+        let setup = Setup {
+            managed: true,
+            stays,
+            ..Setup::anywarp()
+        };
+        let mut w = World::new(1);
+        let (a, b) = w.pair(&setup);
+        w[a].recv(1, &[]);
+        w.run();
+        w[b].conn.leave("disconnected");
+        w.run();
+        assert!(w[a].raised(AsyncEvent::PeerGone));
+        if stays {
+            assert_eq!(w[a].conn.state(), State::Rts);
+            assert!(w[a].received().is_empty());
+            w[a].conn.leave("disconnected");
+        }
+        assert_eq!(w[a].conn.state(), State::Error);
+        assert_eq!(statuses(&w[a].received()), [(1, Status::Flushed)]);
+    }
 }
 
 #[test]

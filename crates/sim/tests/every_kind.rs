@@ -158,6 +158,7 @@ impl Qp {
                     initiator: true,
                     first: First::Nothing,
                     managed: true,
+                    stays: false,
                     markers: false,
                     offer_after: OfferAfter::NEVER,
                 },

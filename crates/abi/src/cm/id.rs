@@ -4,7 +4,7 @@
 //! for its event, and the event stays in `id->event` until the next step.
 
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, MutexGuard};
 
 use anywarp_core::lock::Mutex;
@@ -46,7 +46,6 @@ pub(super) struct Template {
 pub(super) struct IdObject {
     pub(super) c: CStruct<rdma_cm_id>,
     pub(super) engine: Arc<CmId>,
-    sync: AtomicBool,
     pub(super) acks: Acks,
     pub(super) template: Mutex<Option<Template>>,
     connect_data: Mutex<Vec<u8>>,
@@ -65,7 +64,7 @@ unsafe impl Send for IdObject {}
 impl IdObject {
     /// Returns whether each step waits for its event.
     pub(super) fn is_synchronous(&self) -> bool {
-        self.sync.load(Ordering::Relaxed)
+        self.engine.is_synchronous.load(Ordering::Relaxed)
     }
 
     pub(super) fn is_datagram(&self) -> bool {
@@ -209,6 +208,7 @@ pub(super) fn make_id(
     qp_type: ibv_qp_type,
     sync: bool,
 ) -> *mut rdma_cm_id {
+    engine.is_synchronous.store(sync, Ordering::Relaxed);
     let c = rdma_cm_id {
         channel,
         context,
@@ -219,7 +219,6 @@ pub(super) fn make_id(
     let id: *mut rdma_cm_id = into_c(IdObject {
         c: CStruct::new(c),
         engine: Arc::clone(&engine),
-        sync: AtomicBool::new(sync),
         acks: Acks::default(),
         template: Mutex::new(None),
         connect_data: Mutex::new(Vec::new()),
@@ -394,7 +393,7 @@ pub(super) unsafe fn migrate(id: &IdObject, channel: *mut rdma_event_channel) ->
     // the old one, which may be destroyed when this call has returned.
     let old = id.c.set(|c| std::mem::replace(&mut c.channel, channel));
     id.engine.migrate(&to.engine);
-    let was_sync = id.sync.swap(sync, Ordering::Relaxed);
+    let was_sync = id.engine.is_synchronous.swap(sync, Ordering::Relaxed);
     if was_sync {
         id.drop_event();
         // SAFETY: the channel was created for this identifier alone.

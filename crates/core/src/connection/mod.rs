@@ -670,19 +670,19 @@ impl Connection {
         let Some(s) = &mut self.stream else { return };
         // RFC 5041 §6.2 [ddp-fatal-reported]: an end of the stream in the middle of a message is an error.
         let quiet = s.bye_received && !s.responder.is_receiving_send() && s.direct.is_none();
-        let managed = s.config.managed;
+        let fails = s.config.managed && !(quiet && s.config.stays);
         s.end = End::Dead;
         self.base.events.push_back(AsyncEvent::PeerGone);
         if self.base.state == State::Error {
             return;
         }
-        if managed {
+        if fails {
             // RFC 5040 §6.2: unfinished operations complete with an error.
             let first = (!quiet && self.base.sq.has_outstanding() && reset)
                 .then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer closed the connection", None);
         } else if quiet {
-            // The peer's program destroyed its queue pair. As with hardware, this queue pair fails only when requests are
+            // The peer's program disconnected or destroyed its queue pair. As with RoCE adapters, this queue pair fails only when requests are
             // posted, after the time that their retransmissions would take: see `check_peer_left`.
             self.stream = None;
             self.timers = Timers::default();

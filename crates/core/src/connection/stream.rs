@@ -47,8 +47,11 @@ pub struct StreamConfig {
     pub initiator: bool,
     /// The message that makes the stream ready, to be sent first.
     pub first: First,
-    /// Whether the connection manager set up the stream. The queue pair then fails when the stream ends.
+    /// Whether the connection manager set up the stream. The queue pair then fails when the stream ends, except as `stays` says.
     pub managed: bool,
+    /// Whether the queue pair does not fail when the peer's program ends the stream in order. With RoCE it stays as it is until its own
+    /// program disconnects it, and with iWARP it fails.
+    pub stays: bool,
     /// Whether the peer requests markers in the stream that it receives.
     pub markers: bool,
     /// When other carriers are offered to the peer.

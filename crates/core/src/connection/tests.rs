@@ -58,6 +58,7 @@ const STANDARD: StreamConfig = StreamConfig {
     initiator: true,
     first: First::Nothing,
     managed: true,
+    stays: false,
     markers: false,
     offer_after: OfferAfter::NEVER,
 };
@@ -306,6 +307,7 @@ fn a_send_that_was_not_acknowledged_before_a_bye_fails() {
 const UNMANAGED: StreamConfig = StreamConfig {
     peer: Peer::Anywarp,
     managed: false,
+    stays: false,
     ..STANDARD
 };
 

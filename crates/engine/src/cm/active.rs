@@ -134,7 +134,7 @@ impl CmId {
                     EventKind::ConnectResponse
                 };
                 self.push_agreed(&self.lock(), kind, private_data, opened.peer_depths);
-                qp.attach_managed(opened, true);
+                qp.attach_managed(opened, true, self.stays());
             }
             None => {
                 self.lock().end();

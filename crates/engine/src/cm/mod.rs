@@ -21,7 +21,7 @@ mod udp;
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use anywarp_core::bounds;
@@ -31,6 +31,7 @@ use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::qp::State as QpState;
 
 use crate::channel::Channel;
+use crate::config::{Face, config};
 use crate::connect::signpost::Query;
 use crate::connect::startup::{Failure, Opened, Owner, Startup};
 use crate::engine::{DeviceListener, Engine, engine};
@@ -225,6 +226,8 @@ pub struct CmId {
     pub c_object: AtomicUsize,
     /// Its port space.
     pub port_space: PortSpace,
+    /// Whether the program has no channel from which it takes events of this identifier.
+    pub is_synchronous: AtomicBool,
     me: Weak<Self>,
     state: Mutex<State>,
 }
@@ -260,6 +263,7 @@ impl CmId {
             engine,
             c_object: AtomicUsize::new(0),
             port_space,
+            is_synchronous: AtomicBool::new(false),
             me: me.clone(),
             state: Mutex::new(
                 rank,
@@ -566,6 +570,12 @@ impl CmId {
         Arc::ptr_eq(&found, &qp).then_some((qp, own))
     }
 
+    /// Whether the queue pair stays as it is when the peer disconnects: see `StreamConfig::stays`. The program of a synchronous identifier
+    /// gets no event that tells of the end. It may wait for a completion, so its queue pair fails.
+    fn stays(&self) -> bool {
+        config().face != Face::Iwarp && !self.is_synchronous.load(Ordering::Relaxed)
+    }
+
     /// Moves the queue pair of the identifier to RTS when a connection is established, as the kernel does.
     fn make_ready(&self, qp: &RcQp, own: bool, ird: u8, ord: u8) {
         let (param, timeout) = {
@@ -641,9 +651,16 @@ impl CmId {
     ///
     /// Returns false if the connection has ended already, so that no further event follows.
     pub fn disconnect(&self) -> io::Result<bool> {
-        match self.lock().phase {
+        let phase = self.lock().phase;
+        match phase {
             Phase::Connected | Phase::Accepting => {}
-            Phase::Over => return Ok(false),
+            Phase::Over => {
+                // The peer has disconnected, and the queue pair may be as before (`StreamConfig::stays`).
+                if let Some((qp, _)) = self.connected_qp() {
+                    qp.disconnect();
+                }
+                return Ok(false);
+            }
             _ => return Err(os(libc::EINVAL)),
         }
         match self.connected_qp() {

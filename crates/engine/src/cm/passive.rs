@@ -213,7 +213,7 @@ impl CmId {
             u8::try_from(opened.params.ird).unwrap_or(0),
             u8::try_from(opened.params.ord).unwrap_or(0),
         );
-        qp.attach_managed(opened, false);
+        qp.attach_managed(opened, false, self.stays());
         self.ready_private_qp();
         if at_once {
             self.established();

@@ -140,6 +140,7 @@ impl Both {
                 First::Nothing
             },
             managed: true,
+            stays: false,
             markers: false,
             offer_after: OfferAfter {
                 shm: Some(OFFER_AFTER),

@@ -199,7 +199,7 @@ impl RcQp {
         }
         let depth = u16::from(bounds::MAX_RD_ATOMIC);
         match startup.accept(depth, depth, &[]) {
-            Ok(opened) => self.attach(inner, opened, Side::Acceptor, now),
+            Ok(opened) => self.attach(inner, opened, Side::Acceptor, false, now),
             Err(e) => log!(
                 Info,
                 "qp 0x{:06x}: the peer's connection broke: {e}",
@@ -231,6 +231,7 @@ impl RcQp {
             initiator: true,
             first: First::Nothing,
             managed: false,
+            stays: false,
             markers: false,
             offer_after: OfferAfter::NEVER,
         };
@@ -275,8 +276,8 @@ impl RcQp {
         inner.manager = Some(manager);
     }
 
-    /// Attaches a connection that the connection manager opened or accepted.
-    pub fn attach_managed(&self, opened: Opened, initiator: bool) {
+    /// Attaches a connection that the connection manager opened or accepted. `stays`: see [`StreamConfig::stays`].
+    pub fn attach_managed(&self, opened: Opened, initiator: bool, stays: bool) {
         let now = clock::now();
         self.with(|inner| {
             if inner.destroyed || inner.tcp.is_some() {
@@ -289,11 +290,11 @@ impl RcQp {
             } else {
                 Side::ManagedAcceptor
             };
-            self.attach(inner, opened, side, now);
+            self.attach(inner, opened, side, stays, now);
         });
     }
 
-    fn attach(&self, inner: &mut Inner, opened: Opened, side: Side, now: Instant) {
+    fn attach(&self, inner: &mut Inner, opened: Opened, side: Side, stays: bool, now: Instant) {
         let params: &StreamParams = &opened.params;
         let managed = matches!(side, Side::ManagedInitiator | Side::ManagedAcceptor);
         let initiator = matches!(side, Side::Initiator | Side::ManagedInitiator);
@@ -339,6 +340,7 @@ impl RcQp {
                 First::Nothing
             },
             managed,
+            stays,
             markers: params.send_markers,
             offer_after: self.offer_after(params, address),
         };
@@ -469,7 +471,7 @@ impl Owner for Dialer {
         let now = clock::now();
         self.with(startup, |qp, inner| {
             if inner.tcp.is_none() && !inner.destroyed {
-                qp.attach(inner, opened, Side::Initiator, now);
+                qp.attach(inner, opened, Side::Initiator, false, now);
             }
         });
     }

@@ -291,6 +291,7 @@ fn config(managed: bool) -> StreamConfig {
         initiator: managed,
         first: First::Nothing,
         managed,
+        stays: false,
         markers: false,
         offer_after: OfferAfter::NEVER,
     }

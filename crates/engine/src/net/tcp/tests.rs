@@ -58,6 +58,7 @@ fn connection(rnic: Arc<Rnic>) -> Connection {
         initiator: true,
         first: First::Nothing,
         managed: false,
+        stays: false,
         markers: false,
         offer_after: OfferAfter::NEVER,
     };
