@@ -922,6 +922,48 @@ static const char *no_socket_is_left(size_t arg)
 	return NULL;
 }
 
+static struct watcher {
+	struct ibv_cq *cq;
+	_Atomic bool started, stop;
+	_Atomic unsigned int found;
+} watcher;
+
+static void *watch_queue(void *arg)
+{
+	struct watcher *w = arg;
+	struct ibv_wc wc;
+
+	w->started = true;
+	while (!w->stop)
+		w->found += ibv_poll_cq(w->cq, 1, &wc) != 0;
+	return NULL;
+}
+
+/* The requests of a queue pair that is destroyed do not complete, also for a thread that polls at this moment. */
+static const char *no_completion_when_destroyed(size_t arg)
+{
+	(void)arg;
+	for (unsigned int i = 0; i < 200; i++) {
+		pthread_t thread;
+		struct pair p;
+
+		TRY(open_pair(&p, &usual));
+		for (unsigned int j = 0; j < 60; j++)
+			TRY(post_recv(p.b.qp, j, NULL, 0));
+		watcher.cq = p.b.rcq;
+		watcher.started = watcher.stop = watcher.found = 0;
+		ENSURE(!pthread_create(&thread, NULL, watch_queue, &watcher), "pthread_create");
+		while (!watcher.started)
+			sched_yield();
+		destroy(p.b.qp);
+		watcher.stop = true;
+		pthread_join(thread, NULL);
+		ENSURE(!watcher.found, "%u completions in round %u", watcher.found, i);
+		TRY(close_all());
+	}
+	return NULL;
+}
+
 #define POLLED_ROUNDS 4000u
 
 /* A thread that polls the last word of messages and then checks the rest. */
@@ -1102,6 +1144,7 @@ static const struct test tests[] = {
 	{ "event_after_polling", event_after_polling, 0, 0, false },
 #endif
 	{ "no_socket_is_left", no_socket_is_left, 0, 0, true },
+	{ "no_completion_when_destroyed", no_completion_when_destroyed, 0, 0, true },
 	{ "last_word_of_1024_bytes", last_word_arrives_last, 1024, 0, false },
 	{ "last_word_of_2048_bytes", last_word_arrives_last, 2048, 0, false },
 	{ "last_word_of_65536_bytes", last_word_arrives_last, 65536, 0, false },

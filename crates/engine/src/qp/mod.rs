@@ -619,7 +619,8 @@ impl RcQp {
                 // the queue pair would send its last messages, and the peer would see a stream begin and end at once.
                 self.drop_stream(inner);
             }
-            inner.conn.leave("destroyed");
+            // Its requests do not complete: another thread may poll the queue before the completions are removed.
+            inner.conn.discard();
             self.progress(inner, now, Receive::Nothing, true);
             self.drop_stream(inner);
             inner.conn.purge();
