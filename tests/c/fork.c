@@ -97,6 +97,69 @@ static const char *child_opens_first(size_t arg)
 	return in_child(open_and_talk, &p);
 }
 
+static uint64_t fork_after_ns; /* of `fork_while_opening` */
+static bool opening; /* `open_first` has begun */
+
+/* The first calls of a process, which read the settings and make the device. */
+static void *open_first(void *arg)
+{
+	int count;
+	struct ibv_device **list;
+
+	__atomic_store_n(&opening, true, __ATOMIC_RELEASE);
+	list = ibv_get_device_list(&count);
+	if (list && count > 0) {
+		struct ibv_context *context = ibv_open_device(list[0]);
+
+		if (context) {
+			struct ibv_device_attr attr;
+
+			ibv_query_device(context, &attr);
+			ibv_close_device(context);
+		}
+		ibv_free_device_list(list);
+	}
+	return arg;
+}
+
+static const char *open_or_end(struct pair *p)
+{
+	alarm(10); /* this process is nobody's child when `fork_while_opening` has been killed */
+	return open_and_talk(p);
+}
+
+static const char *fork_while_opening(struct pair *p)
+{
+	const char *reason;
+	uint64_t end;
+	pthread_t thread;
+
+	ENSURE(!pthread_create(&thread, NULL, open_first, NULL), "pthread_create");
+	while (!__atomic_load_n(&opening, __ATOMIC_ACQUIRE))
+		;
+	for (end = now_ns() + fork_after_ns; now_ns() < end;)
+		;
+	reason = in_child(open_or_end, p);
+	pthread_join(thread, NULL);
+	return reason;
+}
+
+/*
+ * A thread opens the device for the first time, another one forks, and the child opens the device. The child must not wait for
+ * that thread, which does not exist there. Must run before this process opens the device.
+ */
+static const char *fork_during_first_open(size_t rounds)
+{
+	struct pair p;
+
+	ENSURE(!device, "the device is open: this test must be one of the first");
+	for (size_t i = 0; i < rounds; i++) {
+		fork_after_ns = i * 7919 % 2000 * 100;
+		TRY(in_child(fork_while_opening, &p));
+	}
+	return NULL;
+}
+
 static const char *fork_init(size_t arg)
 {
 	int rc = ibv_fork_init();
@@ -413,6 +476,7 @@ static const char *device_memory(size_t arg)
 
 static const struct test tests[] = {
 	{ "child_opens_first", child_opens_first, 0, 0, false },
+	{ "fork_during_first_open", fork_during_first_open, 100, 0, false },
 	{ "fork_init", fork_init, 0, 0, false },
 	{ "child_opens_anew", child_opens_anew, 0, 0, false },
 	{ "child_does_nothing", child_does_nothing, 20, 0, false },

@@ -4,7 +4,6 @@
 //! itself is not emulated: data is transferred as without a profile. The sources of all figures are in `docs/profiles.md`. If
 //! a device does not document a limit, or its limit is higher than that of anywarp, that of anywarp applies.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anywarp_core::bounds;
@@ -12,7 +11,7 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::wr::{Op, Payload};
 
 use anywarp_engine::config::config;
-use anywarp_engine::process::PerProcess;
+use anywarp_engine::process::{Inherited, PerProcess};
 use anywarp_verbs_sys::verbs::*;
 
 /// The features of a device. Each member is true if the device has the feature.
@@ -374,8 +373,7 @@ pub(crate) fn profile() -> &'static Profile {
 }
 
 fn chosen() -> Option<&'static Profile> {
-    static PROFILE: OnceLock<Option<&Profile>> = OnceLock::new();
-    *PROFILE.get_or_init(|| {
+    static PROFILE: Inherited<Option<&Profile>> = Inherited::new(|| {
         let name = config().device_profile.as_deref();
         let found = by_name(name);
         if found.is_none() {
@@ -389,7 +387,8 @@ fn chosen() -> Option<&'static Profile> {
             );
         }
         found
-    })
+    });
+    *PROFILE.get()
 }
 
 /// Fails with `EINVAL` if the environment names an unknown profile. Without this check, a test with a

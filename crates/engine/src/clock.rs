@@ -1,8 +1,9 @@
 //! The clock. Other files read the time here, except `capture`, which also needs the time of day, and `net/shm.rs` for
 //! its offers.
 
-use std::sync::OnceLock;
 use std::time::Instant;
+
+use crate::process::Inherited;
 
 /// The current time.
 pub fn now() -> Instant {
@@ -18,6 +19,6 @@ pub(crate) fn nanos() -> u64 {
 
 /// The start of the core's time scale: the first call of this function.
 pub fn start() -> Instant {
-    static START: OnceLock<Instant> = OnceLock::new();
-    *START.get_or_init(now)
+    static START: Inherited<Instant> = Inherited::new(now);
+    *START.get()
 }

@@ -6,18 +6,18 @@ use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::OnceLock;
 
 use anywarp_core::bounds;
 use anywarp_core::connection::Peer;
 use anywarp_core::env::LOG_LEVELS;
 
+use crate::process::Inherited;
 use crate::sys::secure::has_more_rights_than_its_caller;
 
 /// The configuration of this process. The environment is read at the first call.
 pub fn config() -> &'static Config {
-    static CONFIG: OnceLock<Config> = OnceLock::new();
-    CONFIG.get_or_init(|| Config::from_variables(variable))
+    static CONFIG: Inherited<Config> = Inherited::new(|| Config::from_variables(variable));
+    CONFIG.get()
 }
 
 /// The value of an environment variable. `None` in a program that runs with more privileges than the process that

@@ -10,8 +10,8 @@ use std::fmt::Write as _;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
@@ -24,7 +24,7 @@ use crate::engine::Engine;
 use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::net::udp::UdpSocket;
-use crate::process::PerProcess;
+use crate::process::{Inherited, PerProcess};
 use crate::reactor::{Alarm, Source};
 use crate::sys::{Io, thread};
 
@@ -32,8 +32,7 @@ use crate::sys::{Io, thread};
 
 /// The settings of the environment, which are read once. `Err`: they cannot be read or parsed, which is logged once.
 fn plan() -> Result<Option<&'static Plan>, ()> {
-    static PLAN: OnceLock<Result<Option<Plan>, ()>> = OnceLock::new();
-    let plan = PLAN.get_or_init(|| match read() {
+    static PLAN: Inherited<Result<Option<Plan>, ()>> = Inherited::new(|| match read() {
         Ok(plan) => {
             if plan.is_some() {
                 thread::at_exit(at_exit);
@@ -45,7 +44,7 @@ fn plan() -> Result<Option<&'static Plan>, ()> {
             Err(())
         }
     });
-    match plan {
+    match PLAN.get() {
         Ok(plan) => Ok(plan.as_ref()),
         Err(()) => Err(()),
     }
@@ -152,6 +151,11 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
 
 /// Sends the delayed datagrams and prints the summary when the process exits.
 extern "C" fn at_exit() {
+    static RAN: AtomicBool = AtomicBool::new(false);
+    // Threads that read the settings at the same time may each have registered the function.
+    if RAN.swap(true, Ordering::Relaxed) {
+        return;
+    }
     let Ok(Some(plan)) = plan() else { return };
     if let Some(mut late) = LATE.get().try_lock() {
         let datagrams = std::mem::take(&mut late.datagrams);

@@ -21,7 +21,7 @@ use crate::events::event;
 use crate::fd::EngineFd;
 use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
-use crate::process::PerProcess;
+use crate::process::{Inherited, PerProcess};
 use crate::reactor::{Source, Token};
 use crate::sys::host;
 use crate::sys::host::HostLink;
@@ -364,8 +364,7 @@ pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
 /// that has the first address of the GID table, or from the first address if the interface has no hardware address. Without addresses
 /// the GUID is a constant.
 pub fn node_guid() -> u64 {
-    static GUID: OnceLock<u64> = OnceLock::new();
-    *GUID.get_or_init(|| {
+    static GUID: Inherited<u64> = Inherited::new(|| {
         let first = gids();
         let Some(gid) = first.first() else {
             return 0x0200_00ff_fe00_0001;
@@ -390,7 +389,8 @@ pub fn node_guid() -> u64 {
                 u64::from_be_bytes(low) | 0x0200_0000_0000_0000
             }
         }
-    })
+    });
+    *GUID.get()
 }
 
 #[cfg(test)]

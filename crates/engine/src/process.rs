@@ -1,11 +1,12 @@
-//! State for each process: global values ([`PerProcess`]), and the handling of the parent's state in a forked child.
+//! State for each process: global values ([`PerProcess`], [`Inherited`]), and the handling of the parent's state in a
+//! forked child.
 //!
 //! A forked child has copies of its parent's objects, but not the parent's threads: a lock may be held forever, and
 //! a connection still belongs to the parent. So each object records the [`generation`] in which it was created, the
 //! child creates its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// Descriptors that a child must not keep: bit `n % 64` of word `n / 64` represents descriptor `n`.
 static ENGINE_FDS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
@@ -19,13 +20,14 @@ pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Installs the handler that increments [`generation`] and replaces the engine's descriptors in a forked child.
+/// Installs the handler that increments [`generation`] and replaces the engine's descriptors in a forked child. Threads
+/// that call this at the same time may install it twice, which does no harm.
 pub(crate) fn watch_fork() {
-    static INSTALLED: AtomicBool = AtomicBool::new(false);
-    if !INSTALLED.swap(true, Ordering::AcqRel) {
+    static INSTALLED: Inherited<()> = Inherited::new(|| {
         // SAFETY: the handler is async-signal-safe: atomics and system calls only.
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-    }
+    });
+    INSTALLED.get();
 }
 
 /// An unconnected socket, from which nothing is read and to which nothing can be written; -1 if no descriptor is left.
@@ -140,5 +142,97 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
                 Err(_) => drop(unsafe { Box::from_raw(new) }),
             }
         }
+    }
+}
+
+/// A global value that is made at first use, and that a forked child inherits.
+///
+/// A thread never waits for another thread that makes the value, as it would with `OnceLock`: in a child that was forked
+/// meanwhile, that thread does not exist. So threads may make the value at the same time, and the first one that is
+/// complete is used by all.
+#[derive(Debug)]
+pub struct Inherited<T> {
+    made: AtomicPtr<T>,
+    fresh: fn() -> T,
+}
+
+impl<T: Send + Sync + 'static> Inherited<T> {
+    /// A value that `fresh` makes at first use.
+    pub const fn new(fresh: fn() -> T) -> Self {
+        Self {
+            made: AtomicPtr::new(std::ptr::null_mut()),
+            fresh,
+        }
+    }
+
+    /// The value. Makes it if there is none yet.
+    #[inline]
+    pub fn get(&self) -> &'static T {
+        match self.get_if_made() {
+            Some(made) => made,
+            None => self.make(),
+        }
+    }
+
+    /// The value, if it was made.
+    #[inline]
+    pub fn get_if_made(&self) -> Option<&'static T> {
+        // SAFETY: null, or published by `make` and never freed; no `&mut` to it exists.
+        unsafe { self.made.load(Ordering::Acquire).as_ref() }
+    }
+
+    #[cold]
+    fn make(&self) -> &'static T {
+        let new = Box::into_raw(Box::new((self.fresh)()));
+        let none = std::ptr::null_mut();
+        match self
+            .made
+            .compare_exchange(none, new, Ordering::AcqRel, Ordering::Acquire)
+        {
+            // SAFETY: never freed once it is published.
+            Ok(_) => unsafe { &*new },
+            Err(first) => {
+                // SAFETY: another thread published its value first; this one has no other reference.
+                drop(unsafe { Box::from_raw(new) });
+                // SAFETY: published by another thread, and never freed.
+                unsafe { &*first }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::mpsc::sync_channel;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_does_not_wait_for_another_one_that_makes_an_inherited_value() {
+        static CALLS: AtomicUsize = AtomicUsize::new(0);
+        static FIRST: std::sync::Mutex<()> = std::sync::Mutex::new(());
+        static VALUE: Inherited<usize> = Inherited::new(|| {
+            let call = CALLS.fetch_add(1, Ordering::SeqCst);
+            if call == 0 {
+                // As a thread that does not exist any more: the test holds the lock until others have the value.
+                drop(FIRST.lock().unwrap());
+            }
+            call
+        });
+        assert_eq!(VALUE.get_if_made(), None);
+        let held = FIRST.lock().unwrap();
+        let (send, receive) = sync_channel(1);
+        let slow = thread::spawn(move || send.send(*VALUE.get()));
+        while CALLS.load(Ordering::SeqCst) == 0 {
+            thread::yield_now();
+        }
+        assert_eq!(*VALUE.get(), 1);
+        drop(held);
+        // The slow thread's own value is dropped.
+        assert_eq!(receive.recv(), Ok(1));
+        slow.join().unwrap().unwrap();
+        assert_eq!((VALUE.get_if_made(), VALUE.get()), (Some(&1), &1));
     }
 }

@@ -26,7 +26,7 @@ use crate::config::config;
 use crate::engine::Engine;
 use crate::locks::{Mutex, Rank};
 use crate::log;
-use crate::process::PerProcess;
+use crate::process::{Inherited, PerProcess};
 use crate::random::random_u64;
 use crate::reactor::{Alarm, Source};
 use crate::sys::thread::Uncancelled;
@@ -41,11 +41,10 @@ const ALIVE: Duration = Duration::from_nanos(QOS_SILENCE / 2);
 
 /// The settings of the environment, which are read once. `Err`: they cannot be read or parsed, which is logged once.
 fn settings() -> Result<Option<&'static Settings>, ()> {
-    static SETTINGS: OnceLock<Result<Option<Settings>, ()>> = OnceLock::new();
-    let settings = SETTINGS.get_or_init(|| {
+    static SETTINGS: Inherited<Result<Option<Settings>, ()>> = Inherited::new(|| {
         read().map_err(|why| log::write(log::Level::Error, format_args!("ANYWARP_QOS: {why}")))
     });
-    match settings {
+    match SETTINGS.get() {
         Ok(settings) => Ok(settings.as_ref()),
         Err(()) => Err(()),
     }

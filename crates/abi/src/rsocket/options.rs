@@ -1,10 +1,10 @@
 //! Socket options (`rsetsockopt`, `rgetsockopt`) and their defaults.
 
 use std::ffi::c_int;
-use std::sync::OnceLock;
 use std::time::Duration;
 
 use anywarp_core::bounds;
+use anywarp_engine::process::Inherited;
 use libc::{IPPROTO_IP, IPPROTO_IPV6, IPPROTO_TCP, SOL_SOCKET};
 
 use super::wire::{scale, unscale};
@@ -51,35 +51,33 @@ pub(super) struct Options {
 impl Options {
     /// Returns the options of a new socket.
     pub(super) fn fresh() -> Self {
-        static FRESH: OnceLock<Options> = OnceLock::new();
-        FRESH
-            .get_or_init(|| {
-                let mut options = Self {
-                    send_buffer: 1 << 18,
-                    recv_buffer: 1 << 18,
-                    send_queue: 384,
-                    recv_queue: 384,
-                    inline: 64,
-                    mappings: 0,
-                    linger: None,
-                    recv_timeout: None,
-                    send_timeout: None,
-                    reuse: false,
-                    keep_alive: false,
-                    keep_idle: 7200,
-                    out_of_band_inline: false,
-                    broadcast: false,
-                    no_delay: false,
-                    v6only: false,
-                    tos: 0,
-                };
-                options.configure(|name| {
-                    let text = std::fs::read_to_string(format!("{FOLDER}/{name}")).ok()?;
-                    text.trim().parse().ok()
-                });
-                options
-            })
-            .clone()
+        static FRESH: Inherited<Options> = Inherited::new(|| {
+            let mut options = Options {
+                send_buffer: 1 << 18,
+                recv_buffer: 1 << 18,
+                send_queue: 384,
+                recv_queue: 384,
+                inline: 64,
+                mappings: 0,
+                linger: None,
+                recv_timeout: None,
+                send_timeout: None,
+                reuse: false,
+                keep_alive: false,
+                keep_idle: 7200,
+                out_of_band_inline: false,
+                broadcast: false,
+                no_delay: false,
+                v6only: false,
+                tos: 0,
+            };
+            options.configure(|name| {
+                let text = std::fs::read_to_string(format!("{FOLDER}/{name}")).ok()?;
+                text.trim().parse().ok()
+            });
+            options
+        });
+        FRESH.get().clone()
     }
 
     /// Returns the options of a connection that a listener with these options accepts: all except the time-outs.

@@ -3,18 +3,17 @@
 use crate::entry;
 use crate::ffi::os_errno;
 use anywarp_engine::config::variable;
+use anywarp_engine::process::Inherited;
 use anywarp_verbs_sys::verbs::{IBV_FORK_UNNEEDED, ibv_fork_status};
 use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int, c_void};
 use std::fs::File;
 use std::io::Read as _;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::Path;
-use std::sync::OnceLock;
 
 /// Returns the mount point of sysfs without a trailing slash: `SYSFS_PATH`, or `/sys`.
 fn sysfs_path() -> &'static CStr {
-    static PATH: OnceLock<CString> = OnceLock::new();
-    PATH.get_or_init(|| {
+    static PATH: Inherited<CString> = Inherited::new(|| {
         let path = variable("SYSFS_PATH").map(OsString::into_vec);
         let path = path.unwrap_or_default();
         let kept = path.iter().rposition(|&b| b != b'/').map_or(0, |i| i + 1);
@@ -22,7 +21,8 @@ fn sysfs_path() -> &'static CStr {
             .filter(|p| !p.is_empty())
             .and_then(|p| CString::new(p).ok())
             .unwrap_or_else(|| c"/sys".to_owned())
-    })
+    });
+    PATH.get()
 }
 
 entry! {

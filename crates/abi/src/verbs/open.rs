@@ -2,11 +2,11 @@
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::AsRawFd;
-use std::sync::OnceLock;
 
 use anywarp_engine::config::{Face, config};
 use anywarp_engine::context::{self, Context};
 use anywarp_engine::gids;
+use anywarp_engine::process::Inherited;
 
 use super::convert::put_text;
 use super::handle::set_c_object;
@@ -31,30 +31,35 @@ unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: made in `the_device`. Only a device that no other thread has seen is dropped: another thread has made one first.
+        drop(unsafe { Box::from_raw(self.0.cast::<DeviceObject>()) });
+    }
+}
+
 /// Returns the only device of the process.
 fn the_device() -> *mut ibv_device {
-    static DEVICE: OnceLock<Shared> = OnceLock::new();
-    DEVICE
-        .get_or_init(|| {
-            let mut object = DeviceObject {
-                c: ibv_device::default(),
-                behind: [0; 512],
-            };
-            let by_face = match config().face {
-                Face::Roce | Face::Ib => (IBV_NODE_CA, IBV_TRANSPORT_IB),
-                Face::Iwarp => (IBV_NODE_RNIC, IBV_TRANSPORT_IWARP),
-            };
-            (object.c.node_type, object.c.transport_type) = profile().node.unwrap_or(by_face);
-            put_text(&mut object.c.name, context::NAME);
-            put_text(&mut object.c.dev_name, context::NAME);
-            put_text(
-                &mut object.c.dev_path,
-                "/sys/class/infiniband_verbs/anywarp0",
-            );
-            put_text(&mut object.c.ibdev_path, "/sys/class/infiniband/anywarp0");
-            Shared(Box::into_raw(Box::new(object)).cast())
-        })
-        .0
+    static DEVICE: Inherited<Shared> = Inherited::new(|| {
+        let mut object = DeviceObject {
+            c: ibv_device::default(),
+            behind: [0; 512],
+        };
+        let by_face = match config().face {
+            Face::Roce | Face::Ib => (IBV_NODE_CA, IBV_TRANSPORT_IB),
+            Face::Iwarp => (IBV_NODE_RNIC, IBV_TRANSPORT_IWARP),
+        };
+        (object.c.node_type, object.c.transport_type) = profile().node.unwrap_or(by_face);
+        put_text(&mut object.c.name, context::NAME);
+        put_text(&mut object.c.dev_name, context::NAME);
+        put_text(
+            &mut object.c.dev_path,
+            "/sys/class/infiniband_verbs/anywarp0",
+        );
+        put_text(&mut object.c.ibdev_path, "/sys/class/infiniband/anywarp0");
+        Shared(Box::into_raw(Box::new(object)).cast())
+    });
+    DEVICE.get().0
 }
 
 /// Returns a null-terminated list of one, which [`free_list`] frees.

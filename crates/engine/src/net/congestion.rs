@@ -10,7 +10,6 @@
 //! Between network namespaces this limits the connection to 1.3 GB/s instead of 4.3.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{set_tcp_congestion, tcp_congestion};
@@ -18,6 +17,7 @@ use rustix::net::{AddressFamily, SocketType};
 
 use crate::config::config;
 use crate::log;
+use crate::process::Inherited;
 use crate::sys::socket::tcp_path;
 
 /// The smallest round trip of a long path. The handshake on a loopback interface or a veth pair takes 10 to 60 µs.
@@ -34,7 +34,7 @@ const LOST_ONE_IN: u32 = 50;
 const SPURIOUS: u32 = 8;
 
 /// The host's default congestion control, if it is bbr and this process may replace it and set it again.
-static REPLACED: OnceLock<Option<String>> = OnceLock::new();
+static REPLACED: Inherited<Option<String>> = Inherited::new(find_replaced);
 
 /// Chooses the congestion control of a TCP socket that is not connected. The connections that a listening socket accepts have that
 /// of the listening socket.
@@ -42,7 +42,7 @@ pub(super) fn choose(fd: BorrowedFd<'_>) {
     if let Some(name) = &config().congestion_control {
         // A name that the host does not allow was reported when the engine was created, and the host's default is used.
         let _ = set_tcp_congestion(fd, name);
-    } else if REPLACED.get_or_init(find_replaced).is_some() {
+    } else if REPLACED.get().is_some() {
         replace(fd);
     }
 }
@@ -83,7 +83,7 @@ struct Chosen {
 impl Congestion {
     /// Called when a TCP connection is established. On a long path the connection gets the host's default again.
     pub(super) fn settle(fd: BorrowedFd<'_>) -> Self {
-        let Some(Some(before)) = REPLACED.get() else {
+        let Some(Some(before)) = REPLACED.get_if_made() else {
             return Self::default();
         };
         // A route can have a congestion control of its own.
@@ -160,7 +160,7 @@ mod tests {
             crate::net::socket::open(std::net::Ipv4Addr::LOCALHOST.into(), SocketType::STREAM)
                 .unwrap();
         let fd = socket.get();
-        let is_bbr = REPLACED.get().unwrap().is_some();
+        let is_bbr = REPLACED.get().is_some();
         let name = tcp_congestion(fd).unwrap();
         assert!(!is_bbr || REPLACEMENTS.contains(&name.as_str()), "{name}");
         rustix::io::ioctl_fionbio(fd, false).unwrap();

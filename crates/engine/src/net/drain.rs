@@ -6,7 +6,7 @@
 //! acknowledged the data that it sent.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Once, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::clock;
@@ -15,7 +15,7 @@ use crate::fd::EngineFd;
 use crate::limits;
 use crate::locks::{Mutex, Rank};
 use crate::net::socket::{local_addr, peer_addr};
-use crate::process::PerProcess;
+use crate::process::{Inherited, PerProcess};
 use crate::reactor::{Source, Token};
 use crate::sys::{Io, socket, stream, thread};
 
@@ -64,7 +64,8 @@ impl Draining {
 ///
 /// When [`limits::peer_descriptors`] connections are being drained already, the connection is closed at once.
 pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
-    static AT_EXIT: Once = Once::new();
+    // Threads that come here at the same time may register the function twice: the second call has its own time limit.
+    static AT_EXIT: Inherited<()> = Inherited::new(|| thread::at_exit(at_exit));
     let _ = rustix::net::shutdown(fd.get(), rustix::net::Shutdown::Write);
     let drain = {
         let mut drains = DRAINS.get().lock();
@@ -78,7 +79,7 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
         drains.push(Arc::clone(&drain));
         drain
     };
-    AT_EXIT.call_once(|| thread::at_exit(at_exit));
+    AT_EXIT.get();
     let token = engine.reserve(Arc::clone(&drain) as Arc<dyn Source>);
     let watched = engine.watch(token, fd.get(), false);
     *drain.fd.lock() = Some((fd, token));

@@ -12,7 +12,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::IoSlice;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, Once, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::llp::mpa::frame::{Run, TxBatch};
@@ -27,7 +27,7 @@ use crate::log;
 use crate::net::congestion::Congestion;
 use crate::net::drain;
 use crate::net::outcome::Outcome;
-use crate::process::PerProcess;
+use crate::process::{Inherited, PerProcess};
 use crate::random::random_u32;
 use crate::reactor::{RX_BUFFER_LEN, SharedSender, Source, Token, added, together};
 use crate::sys::socket::{set_option, unacknowledged};
@@ -297,8 +297,8 @@ impl Trunk {
             all.retain(|trunk| trunk.strong_count() > 0);
             all.push(Weak::clone(&trunk.me));
         }
-        static AT_EXIT: Once = Once::new();
-        AT_EXIT.call_once(|| thread::at_exit(at_exit));
+        static AT_EXIT: Inherited<()> = Inherited::new(|| thread::at_exit(at_exit));
+        AT_EXIT.get();
         let listener: Weak<dyn DeviceListener> = trunk.me.clone();
         engine.subscribe(listener);
         engine.deadline(token, clock::now() + trunk.idle());

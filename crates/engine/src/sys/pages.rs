@@ -1,10 +1,10 @@
 //! Page-aligned memory of this process, and queries about pages of user memory.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::errno;
+use crate::process::Inherited;
 
 /// Zeroed pages of this process.
 #[derive(Debug)]
@@ -205,8 +205,10 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
 
 /// Whether the process runs under Valgrind.
 fn is_watched() -> bool {
-    static WATCHED: OnceLock<bool> = OnceLock::new();
-    *WATCHED.get_or_init(|| std::env::var("LD_PRELOAD").is_ok_and(|v| v.contains("vgpreload")))
+    static WATCHED: Inherited<bool> = Inherited::new(|| {
+        std::env::var("LD_PRELOAD").is_ok_and(|preloaded| preloaded.contains("vgpreload"))
+    });
+    *WATCHED.get()
 }
 
 /// Whether all of `[start, start + len)` is mapped with the right to write. `mappings` is `/proc/self/maps`. `None`: the kernel cannot
