@@ -180,6 +180,34 @@ static const char *gid_table(size_t arg)
 	return no_event();
 }
 
+/* An address keeps its index when its interface gets another name, and when another interface with the same address is left. */
+static const char *interface_changes(size_t arg)
+{
+	struct ibv_gid_entry entry;
+	int index;
+
+	(void)arg;
+	TRY(fresh());
+	TRY(shell("ip addr add 10.98.0.6/24 dev v0; ip addr add 10.99.0.7/24 dev v0; ip addr add 10.99.0.7/32 dev v1"));
+	index = index_of("10.99.0.7");
+	ENSURE(index > 1, "10.99.0.7 is at %d", index);
+	TRY(shell("ip addr del 10.98.0.6/24 dev v0"));
+	/* A kernel before 6.2 renames only interfaces that are down. */
+	if (!system("ip link set v0 name w0 2>/dev/null && ip link set v1 name w1")) {
+		ENSURE(index_of("10.99.0.7") == index, "after a rename from index %d to %d", index, index_of("10.99.0.7"));
+		TRY(shell("ip link set w0 name v0; ip link set w1 name v1"));
+	}
+	TRY(shell("ip addr del 10.99.0.7/24 dev v0"));
+	ENSURE(index_of("10.99.0.7") == index, "of v1 from index %d to %d", index, index_of("10.99.0.7"));
+	ENSURE(!ibv_query_gid_ex(device, PORT, (uint32_t)index, &entry, 0) && entry.ndev_ifindex == if_nametoindex("v1"),
+	       "interface %u, v1 is %u", entry.ndev_ifindex, if_nametoindex("v1"));
+	TRY(shell("ip addr add 10.99.0.7/24 dev v0; ip addr del 10.99.0.7/32 dev v1"));
+	ENSURE(index_of("10.99.0.7") == index, "of v0 from index %d to %d", index, index_of("10.99.0.7"));
+	ENSURE(!ibv_query_gid_ex(device, PORT, (uint32_t)index, &entry, 0) && entry.ndev_ifindex == if_nametoindex("v0"),
+	       "interface %u, v0 is %u", entry.ndev_ifindex, if_nametoindex("v0"));
+	return expect_event(IBV_EVENT_GID_CHANGE);
+}
+
 static const char *interface_down(size_t arg)
 {
 	(void)arg;
@@ -437,6 +465,7 @@ static const char *packets(size_t type)
 
 static const struct test tests[] = {
 	{ "gid_table", gid_table, 0, 0, false },
+	{ "interface_changes", interface_changes, 0, 0, false },
 	{ "interface_down", interface_down, 0, 0, false },
 	{ "mac_address_changes", mac_address_changes, 0, 0, false },
 	{ "link_local", link_local, 0, 0, false },

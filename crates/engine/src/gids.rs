@@ -115,8 +115,11 @@ impl GidTable {
         let lid = self.lid();
         let mut changed = false;
         for entry in &mut self.entries {
-            if entry.as_ref().is_some_and(|g| !addresses.contains(g)) {
-                *entry = None;
+            let Some(before) = entry else { continue };
+            // An address may belong to another interface now, or its interface may have another name. It keeps its index.
+            let now = addresses.iter().find(|g| g.raw == before.raw);
+            if now != Some(before) {
+                *entry = now.cloned();
                 changed = true;
             }
         }
@@ -455,6 +458,34 @@ mod tests {
         assert_eq!(
             shown(&gid_table),
             some(&["10.0.0.1", "10.0.0.4", "10.0.0.3", "10.0.0.2"])
+        );
+    }
+
+    #[test]
+    fn an_address_keeps_its_index_when_its_interface_changes() {
+        let links = || vec![link(1, true, 1), link(2, true, 2)];
+        let (a, b, c) = (gid("10.0.0.1", 1), gid("10.0.0.2", 1), gid("10.0.0.3", 2));
+        let mut gid_table = GidTable::new(vec![a, b.clone(), c.clone()], links());
+        gid_table.update(vec![b.clone(), c.clone()], links());
+        gid_table.changes = PortChanges::default();
+        // Its interface has another name.
+        let named = Gid {
+            name: "lan".into(),
+            ..b
+        };
+        gid_table.update(vec![c.clone(), named.clone()], links());
+        assert_eq!(shown(&gid_table), some(&["", "10.0.0.2", "10.0.0.3"]));
+        // Another interface has it too, and is the only one now.
+        let moved = Gid {
+            interface: 2,
+            ..named
+        };
+        gid_table.update(vec![moved.clone(), c], links());
+        assert_eq!(shown(&gid_table), some(&["", "10.0.0.2", "10.0.0.3"]));
+        assert_eq!(gid_table.entries.get(1), Some(&Some(moved)));
+        assert_eq!(
+            gid_table.changes.events,
+            [event::GID_CHANGE, event::GID_CHANGE]
         );
     }
 
