@@ -6,10 +6,15 @@
 //! child creates its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-/// Descriptors that a child must not keep: bit `n % 64` of word `n / 64` represents descriptor `n`.
-static ENGINE_FDS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
+/// Words of [`ENGINE_FDS`]. The kernel permits 1,048,576 descriptors in a process, unless `fs.nr_open` is raised.
+const FD_WORDS: usize = (1 << 20) / 64;
+/// Descriptors that a child must not keep: bit `n % 64` of word `n / 64` represents descriptor `n`. Words that were never
+/// written use no memory.
+static ENGINE_FDS: [AtomicU64; FD_WORDS] = [const { AtomicU64::new(0) }; FD_WORDS];
+/// Number of words of [`ENGINE_FDS`] up to the last one that was written, so that a child does not read the rest.
+static FD_WORDS_USED: AtomicUsize = AtomicUsize::new(0);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// The number of forks between the process that first opened the device and this one.
@@ -45,7 +50,8 @@ extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     let mut dead = -1;
     let mut extra = false;
-    for (word, bits) in ENGINE_FDS.iter().enumerate() {
+    let used = FD_WORDS_USED.load(Ordering::Relaxed);
+    for (word, bits) in ENGINE_FDS.iter().enumerate().take(used) {
         let mut bits = bits.swap(0, Ordering::Relaxed);
         while bits != 0 {
             let fd = (word * 64 + bits.trailing_zeros() as usize) as RawFd;
@@ -73,22 +79,24 @@ extern "C" fn in_child() {
     }
 }
 
-/// The word and the bit of [`ENGINE_FDS`] for a descriptor; `None` if the number is too large to be recorded.
-fn fd_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
+/// The word of [`ENGINE_FDS`] for a descriptor, its index, and the bit; `None` if the number is too large to be recorded.
+fn fd_bit(fd: RawFd) -> Option<(&'static AtomicU64, usize, u64)> {
     let n = usize::try_from(fd).ok()?;
-    ENGINE_FDS.get(n / 64).map(|w| (w, 1 << (n % 64)))
+    let at = n / 64;
+    ENGINE_FDS.get(at).map(|word| (word, at, 1 << (n % 64)))
 }
 
 /// Records a descriptor that a forked child must not keep.
 pub(crate) fn record_fd(fd: RawFd) {
-    if let Some((word, bit)) = fd_bit(fd) {
+    if let Some((word, at, bit)) = fd_bit(fd) {
+        FD_WORDS_USED.fetch_max(at + 1, Ordering::Relaxed);
         word.fetch_or(bit, Ordering::Relaxed);
     }
 }
 
 /// Forgets a descriptor, which is about to be closed.
 pub(crate) fn forget_fd(fd: RawFd) {
-    if let Some((word, bit)) = fd_bit(fd) {
+    if let Some((word, _, bit)) = fd_bit(fd) {
         word.fetch_and(!bit, Ordering::Relaxed);
     }
 }
@@ -203,11 +211,25 @@ impl<T: Send + Sync + 'static> Inherited<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
     use std::sync::mpsc::sync_channel;
     use std::thread;
 
     use super::*;
+
+    #[test]
+    fn a_descriptor_is_recorded_whatever_its_number() {
+        for fd in [0, 63, 64, 65_535, 65_536, (1 << 20) - 1] {
+            let (word, at, bit) = fd_bit(fd).unwrap();
+            assert_eq!(at * 64 + bit.trailing_zeros() as usize, fd as usize);
+            assert!(std::ptr::eq(word, &raw const ENGINE_FDS[at]));
+        }
+        assert!(fd_bit(-1).is_none() && fd_bit(1 << 20).is_none());
+        // No other test has so many descriptors.
+        record_fd((1 << 20) - 1);
+        assert_eq!(FD_WORDS_USED.load(Ordering::Relaxed), FD_WORDS);
+        forget_fd((1 << 20) - 1);
+        assert_eq!(ENGINE_FDS[FD_WORDS - 1].load(Ordering::Relaxed), 0);
+    }
 
     #[test]
     fn a_thread_does_not_wait_for_another_one_that_makes_an_inherited_value() {
