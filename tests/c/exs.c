@@ -1701,8 +1701,58 @@ static const char *fork_is_refused(size_t arg)
 	return finish();
 }
 
-/* After calls of exs_init that failed because descriptors were missing, the next one succeeds when there are enough. This is the first test, because
- * only the first successful call of a process needs descriptors. */
+static bool begins; /* `first_call` calls exs_init */
+
+static void *first_call(void *arg)
+{
+	__atomic_store_n(&begins, true, __ATOMIC_RELEASE);
+	exs_init(EXS_VERSION);
+	return arg;
+}
+
+/*
+ * A thread calls exs_init for the first time, another one forks, and the child calls exs_init too. It must not wait for that thread,
+ * which does not exist there. This must run before this process calls exs_init.
+ */
+static const char *fork_during_the_first_call(size_t rounds)
+{
+	for (size_t i = 0; i < rounds; i++) {
+		int pipes[2];
+		char byte = 0;
+		pid_t parent;
+
+		ENSURE(pipe(pipes) == 0, "pipe: %s", strerror(errno));
+		parent = fork();
+		if (parent == 0) {
+			pthread_t thread;
+			uint64_t end;
+			pid_t child;
+
+			if (pthread_create(&thread, NULL, first_call, NULL))
+				_exit(1);
+			while (!__atomic_load_n(&begins, __ATOMIC_ACQUIRE))
+				;
+			for (end = now_ns() + i * 7919 % 4000 * 100; now_ns() < end;)
+				;
+			child = fork();
+			if (child == 0) {
+				alarm(10);
+				_exit((exs_init(EXS_VERSION) && errno != EPERM) || write(pipes[1], "c", 1) != 1);
+			}
+			_exit(child < 0 || waitpid(child, NULL, 0) != child);
+		}
+		close(pipes[1]);
+		ENSURE(parent > 0 && waitpid(parent, NULL, 0) == parent, "fork: %s", strerror(errno));
+		ENSURE(read(pipes[0], &byte, 1) == 1, "exs_init in the child of round %zu fails or does not return", i);
+		close(pipes[0]);
+	}
+	return NULL;
+}
+
+/*
+ * After calls of exs_init that failed because descriptors were missing, the next one succeeds when there are enough. This must run
+ * before all other calls of exs_init in this process, because only the first successful call needs descriptors.
+ */
 static const char *begun_with_few(size_t arg)
 {
 	struct rlimit was, low;
@@ -1727,6 +1777,7 @@ static const char *begun_with_few(size_t arg)
 }
 
 static const struct test tests[] = {
+	{ "fork_during_the_first_call", fork_during_the_first_call, 150, 0, false },
 	{ "begun_with_few", begun_with_few, 0, 0, false },
 	{ "messages", messages, 0, 0, false },
 	{ "messages_immediate", messages, 4096, 0, false },

@@ -12,7 +12,7 @@ use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread::LocalKey;
 use std::time::{Duration, Instant};
@@ -24,7 +24,10 @@ const TICK_MS: c_int = 1;
 const TICK: Duration = Duration::from_millis(TICK_MS as u64);
 
 static LIBRARY: OnceLock<Library> = OnceLock::new();
+/// This process was forked by one that had called [`init`].
 static FORKED: AtomicBool = AtomicBool::new(false);
+/// The number of calls of [`init`] that have succeeded or are running.
+static BEGUN: AtomicUsize = AtomicUsize::new(0);
 
 /// The state that all threads share.
 #[derive(Debug)]
@@ -222,7 +225,19 @@ pub(crate) struct CmEvent {
 }
 
 extern "C" fn in_child() {
-    FORKED.store(true, SeqCst);
+    if BEGUN.load(SeqCst) > 0 {
+        FORKED.store(true, SeqCst);
+    }
+}
+
+/// Installs the handler of forks. Threads that call this at the same time may install it twice, which does no harm.
+fn watch_fork() {
+    static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
+    if !IS_INSTALLED.load(SeqCst) {
+        // SAFETY: only a function is passed, which is valid as long as the process.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        IS_INSTALLED.store(true, SeqCst);
+    }
 }
 
 /// The descriptors that the library's thread waits for. They are closed when this is dropped.
@@ -274,25 +289,35 @@ impl Drop for Sources {
 /// Initializes the library at the first call. If this fails, nothing stays open, and the next call tries it again.
 pub(crate) fn init() -> Result<(), c_int> {
     static STARTING: Mutex<()> = Mutex::new(());
-    let _one = lock(&STARTING);
+    watch_fork();
+    // A child whose parent was forked during this call must not wait for the lock: the thread that holds it does not exist there.
     if FORKED.load(SeqCst) {
         return Err(libc::EPERM);
     }
+    BEGUN.fetch_add(1, SeqCst);
+    let begun = begin(&STARTING);
+    if begun.is_err() {
+        BEGUN.fetch_sub(1, SeqCst);
+    }
+    begun
+}
+
+/// Initializes the library, if it is not initialized yet. `starting` is held by one thread that does this.
+fn begin(starting: &'static Mutex<()>) -> Result<(), c_int> {
+    let _one = lock(starting);
     if LIBRARY.get().is_some() {
         return Ok(());
     }
     let sources = Sources::open()?;
     // The thread waits until this call ends, and so until there is a library to run.
     let run = || {
-        drop(lock(&STARTING));
+        drop(lock(starting));
         if let Some(library) = LIBRARY.get() {
             library.run();
         }
     };
     let thread = std::thread::Builder::new().name("exs".to_owned());
     thread.spawn(run).map_err(|_| libc::EAGAIN)?;
-    // SAFETY: only a function is passed, which is valid as long as the process.
-    unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     LIBRARY.get_or_init(|| Library {
         sources,
         next: AtomicI32::new(1),
