@@ -27,6 +27,7 @@ pub mod fuzz;
 // In a fuzzer the library must not intercept the fuzzer's own calls.
 #[cfg(not(fuzzing))]
 pub mod hooks;
+pub mod inherited;
 pub mod limits;
 pub mod log;
 pub mod memory;

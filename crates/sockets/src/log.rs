@@ -1,11 +1,21 @@
 //! Log lines on standard error, enabled by `ANYWARP_LOG`.
 
+use crate::inherited::Inherited;
 use crate::real;
 use crate::sys;
 use anywarp_core::env::LOG_LEVELS;
-use std::sync::OnceLock;
 
-static ON: OnceLock<bool> = OnceLock::new();
+static ON: Inherited<bool> = Inherited::new(|| {
+    if sys::has_more_rights_than_its_caller() {
+        return false;
+    }
+    let level = std::env::var_os("ANYWARP_LOG").unwrap_or_default();
+    let (is_on, warning) = read(&level.to_string_lossy());
+    if let Some(warning) = warning {
+        always(&warning);
+    }
+    is_on
+});
 
 /// Writes a line if the log is enabled. It bypasses `std::io`, whose locks may be held by another thread at a fork.
 pub fn line(text: &str) {
@@ -22,17 +32,7 @@ pub fn with(text: impl FnOnce() -> String) {
 }
 
 fn is_on() -> bool {
-    *ON.get_or_init(|| {
-        if sys::has_more_rights_than_its_caller() {
-            return false;
-        }
-        let level = std::env::var_os("ANYWARP_LOG").unwrap_or_default();
-        let (is_on, warning) = read(&level.to_string_lossy());
-        if let Some(warning) = warning {
-            always(&warning);
-        }
-        is_on
-    })
+    *ON.get()
 }
 
 /// Returns whether a value of `ANYWARP_LOG` enables the log, and a warning if it is unknown. As in the device, an unknown value

@@ -1,11 +1,11 @@
 //! The process that owns each stream: one word for each stream, in memory that forked processes share.
 
+use crate::inherited::Inherited;
 use crate::limits;
 use crate::sys;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-static WORDS: OnceLock<Option<&'static [AtomicU32]>> = OnceLock::new();
+static WORDS: Inherited<Option<&'static [AtomicU32]>> = Inherited::new(map);
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static ME: AtomicU32 = AtomicU32::new(0);
 
@@ -25,7 +25,7 @@ fn map() -> Option<&'static [AtomicU32]> {
 /// Returns a word for a new stream, or `None` if there is no memory for the words. If there are more streams than words,
 /// streams share one. After a fork such a stream may be assigned to the wrong process, and the other process gets EIO.
 pub fn word() -> Option<&'static AtomicU32> {
-    let words = (*WORDS.get_or_init(map))?;
+    let words = (*WORDS.get())?;
     words.get(NEXT.fetch_add(1, Ordering::Relaxed) % words.len())
 }
 

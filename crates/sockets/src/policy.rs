@@ -1,5 +1,6 @@
 //! The rules of this process: which connections are upgraded.
 
+use crate::inherited::Inherited;
 use crate::log;
 use crate::sys;
 use sockets_base::host::Machine;
@@ -8,7 +9,6 @@ use sockets_base::sources;
 use sockets_base::stat::Why;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::OnceLock;
 
 #[derive(Debug)]
 struct Mine {
@@ -21,7 +21,7 @@ struct Mine {
     reliable: bool,
 }
 
-static MINE: OnceLock<Mine> = OnceLock::new();
+static MINE: Inherited<Mine> = Inherited::new(load_mine);
 
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
@@ -57,26 +57,28 @@ fn names() -> Vec<String> {
 }
 
 fn mine() -> &'static Mine {
-    MINE.get_or_init(|| {
-        let has_more_rights = sys::has_more_rights_than_its_caller();
-        let policy = load(has_more_rights);
-        let who = Who {
-            names: names(),
-            tag: variable(sources::TAG).filter(|tag| !has_more_rights && !tag.is_empty()),
-        };
-        let mut settings = policy.settings(&who);
-        if variable("ANYWARP_CARRIER").is_some_and(|carrier| carrier == "tcp") {
-            settings.memory = 0;
-        }
-        Mine {
-            settings,
-            left_alone: who.is_left_alone(),
-            reliable: policy.has_reliable(&who) && !who.is_left_alone(),
-            datagrams: policy.has_datagrams(&who) && !who.is_left_alone(),
-            policy,
-            who,
-        }
-    })
+    MINE.get()
+}
+
+fn load_mine() -> Mine {
+    let has_more_rights = sys::has_more_rights_than_its_caller();
+    let policy = load(has_more_rights);
+    let who = Who {
+        names: names(),
+        tag: variable(sources::TAG).filter(|tag| !has_more_rights && !tag.is_empty()),
+    };
+    let mut settings = policy.settings(&who);
+    if variable("ANYWARP_CARRIER").is_some_and(|carrier| carrier == "tcp") {
+        settings.memory = 0;
+    }
+    Mine {
+        settings,
+        left_alone: who.is_left_alone(),
+        reliable: policy.has_reliable(&who) && !who.is_left_alone(),
+        datagrams: policy.has_datagrams(&who) && !who.is_left_alone(),
+        policy,
+        who,
+    }
 }
 
 /// Returns how this process handles a connection. `other` returns the address of the other end, and is called only if a rule
