@@ -6,6 +6,7 @@
 #include "ends.h"
 
 #include <pthread.h>
+#include <rdma/rdma_cma.h>
 #include <spawn.h>
 #include <sys/wait.h>
 
@@ -312,6 +313,56 @@ static const char *fork_during_calls(size_t rounds)
 	return reason;
 }
 
+/* Opens and closes sockets of the device. */
+static void *keep_listening(void *arg)
+{
+	struct rdma_event_channel *channel = rdma_create_event_channel();
+	struct sockaddr_in any = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+
+	while (channel && !__atomic_load_n(&enough, __ATOMIC_RELAXED)) {
+		struct rdma_cm_id *id;
+
+		if (rdma_create_id(channel, &id, NULL, RDMA_PS_TCP))
+			break;
+		if (!rdma_bind_addr(id, (struct sockaddr *)&any))
+			rdma_listen(id, 1);
+		rdma_destroy_id(id);
+	}
+	if (channel)
+		rdma_destroy_event_channel(channel);
+	return arg;
+}
+
+static const char *has_no_internet_socket(struct pair *p)
+{
+	(void)p;
+	for (int fd = 0; fd < 1024; fd++) {
+		struct sockaddr_storage name;
+		socklen_t len = sizeof name;
+
+		if (!getsockname(fd, (struct sockaddr *)&name, &len))
+			ENSURE(name.ss_family != AF_INET && name.ss_family != AF_INET6, "descriptor %d is a socket of the parent", fd);
+	}
+	return NULL;
+}
+
+/* A child does not keep sockets that another thread of its parent closes during the fork: their ports would stay in use. */
+static const char *fork_while_closing(size_t rounds)
+{
+	const char *reason = NULL;
+	pthread_t thread;
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	__atomic_store_n(&enough, false, __ATOMIC_RELAXED);
+	ENSURE(!pthread_create(&thread, NULL, keep_listening, NULL), "pthread_create");
+	for (size_t i = 0; i < rounds && !reason; i++)
+		reason = in_child(has_no_internet_socket, &p);
+	__atomic_store_n(&enough, true, __ATOMIC_RELAXED);
+	pthread_join(thread, NULL);
+	return reason;
+}
+
 static const char *open_again_in_child(struct pair *p)
 {
 	struct pair own, of_grandchild;
@@ -483,6 +534,7 @@ static const struct test tests[] = {
 	{ "child_uses_inherited", child_uses_inherited, 0, 0, false },
 	{ "child_destroys_inherited", child_destroys_inherited, 0, 0, false },
 	{ "fork_during_calls", fork_during_calls, 30, 0, false },
+	{ "fork_while_closing", fork_while_closing, 300, 0, false },
 	{ "grandchild", grandchild, 0, 0, false },
 	{ "child_gets_errors", child_gets_errors, 0, 0, false },
 	{ "memory_stays", memory_stays, 0, 0, false },

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use crate::capture::{self, Direction};
-use crate::process;
+use crate::process::{self, Changing};
 use crate::sys::thread::Uncancelled;
 
 /// A descriptor of the engine. In a forked child it is replaced by an unconnected socket, so that the child keeps no
@@ -86,6 +86,7 @@ impl AsFd for EngineFd {
 impl Drop for EngineFd {
     fn drop(&mut self) {
         capture::closed(self.0.as_raw_fd());
+        let _changing = Changing::new();
         process::forget_fd(self.0.as_raw_fd());
         // A thread of the program may get here when it posts or polls, and close(2) is a cancellation point.
         let _inside = Uncancelled::new();

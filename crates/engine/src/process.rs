@@ -5,17 +5,91 @@
 //! a connection still belongs to the parent. So each object records the [`generation`] in which it was created, the
 //! child creates its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
 
+use std::cell::Cell;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+use rustix::thread::Timespec;
+
 /// Words of [`ENGINE_FDS`]. The kernel permits 1,048,576 descriptors in a process, unless `fs.nr_open` is raised.
-const FD_WORDS: usize = (1 << 20) / 64;
+const FD_WORDS: usize = (1 << FD_BITS) / 64;
 /// Descriptors that a child must not keep: bit `n % 64` of word `n / 64` represents descriptor `n`. Words that were never
 /// written use no memory.
 static ENGINE_FDS: [AtomicU64; FD_WORDS] = [const { AtomicU64::new(0) }; FD_WORDS];
 /// Number of words of [`ENGINE_FDS`] up to the last one that was written, so that a child does not read the rest.
 static FD_WORDS_USED: AtomicUsize = AtomicUsize::new(0);
+/// Bits of a descriptor that [`ENGINE_FDS`] can record.
+const FD_BITS: u32 = 20;
 static GENERATION: AtomicU32 = AtomicU32::new(0);
+
+/// Number of guards [`Changing`].
+static CHANGING: AtomicUsize = AtomicUsize::new(0);
+/// Number of threads that fork.
+static FORKING: AtomicUsize = AtomicUsize::new(0);
+/// How often a thread waits for 0.1 ms: a fork until no guard exists, and a new guard until no thread forks. A thread with a guard
+/// waits for nothing, but a busy host may not run it for some time, and the fork of a process with much memory takes long.
+const SLEEPS: u32 = 1000;
+
+thread_local! {
+    /// Number of guards [`Changing`] of this thread.
+    static MINE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Waits until `condition` is true, but not for ever: the thread may hold a lock that the other one needs. Returns whether it is true.
+fn wait_until(condition: impl Fn() -> bool) -> bool {
+    const YIELDS: u32 = 100;
+    for turn in 0..YIELDS + SLEEPS {
+        if condition() {
+            return true;
+        }
+        if turn < YIELDS {
+            rustix::thread::sched_yield();
+        } else {
+            let pause = Timespec {
+                tv_sec: 0,
+                tv_nsec: 100_000,
+            };
+            // An interruption makes the pause shorter.
+            let _ = rustix::thread::nanosleep(&pause);
+        }
+    }
+    false
+}
+
+/// A guard while this thread creates and records descriptors of the engine, or closes them. Meanwhile no thread forks.
+///
+/// `fork` copies the table of descriptors, and later the memory. Without the guard a descriptor that another thread creates or
+/// closes in between could be in the child's table but not in its record, and the child would keep a port or a connection of its
+/// parent.
+#[derive(Debug)]
+pub(crate) struct Changing(());
+
+impl Changing {
+    pub(crate) fn new() -> Self {
+        let mine = MINE.get();
+        MINE.set(mine + 1);
+        // This end increments its number before it reads the other one, and so does `before_fork`: at least one waits.
+        let begin = || {
+            CHANGING.fetch_add(1, Ordering::SeqCst);
+            let begun = mine > 0 || FORKING.load(Ordering::SeqCst) == 0;
+            if !begun {
+                CHANGING.fetch_sub(1, Ordering::SeqCst);
+            }
+            begun
+        };
+        if !wait_until(begin) {
+            CHANGING.fetch_add(1, Ordering::SeqCst);
+        }
+        Self(())
+    }
+}
+
+impl Drop for Changing {
+    fn drop(&mut self) {
+        CHANGING.fetch_sub(1, Ordering::SeqCst);
+        MINE.set(MINE.get() - 1);
+    }
+}
 
 /// The number of forks between the process that first opened the device and this one.
 ///
@@ -29,8 +103,8 @@ pub fn generation() -> u32 {
 /// that call this at the same time may install it twice, which does no harm.
 pub(crate) fn watch_fork() {
     static INSTALLED: Inherited<()> = Inherited::new(|| {
-        // SAFETY: the handler is async-signal-safe: atomics and system calls only.
-        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        // SAFETY: the handlers are async-signal-safe: atomics and system calls only.
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
     });
     INSTALLED.get();
 }
@@ -42,12 +116,25 @@ fn dead_socket() -> RawFd {
     unsafe { libc::socket(libc::AF_UNIX, kind, 0) }
 }
 
+extern "C" fn before_fork() {
+    FORKING.fetch_add(1, Ordering::SeqCst);
+    // A signal handler that forks may have interrupted this thread while it had a guard.
+    wait_until(|| CHANGING.load(Ordering::SeqCst) <= MINE.get());
+}
+
+extern "C" fn in_parent() {
+    let less = |forks: usize| forks.checked_sub(1);
+    let _ = FORKING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+}
+
 /// Replaces each descriptor of the engine by a dead socket.
 ///
 /// So only the parent has the connections, and the numbers stay in use: otherwise a new file of the child could get a
 /// number that is stored in a copy of one of the parent's objects.
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
+    FORKING.store(0, Ordering::SeqCst);
+    CHANGING.store(MINE.get(), Ordering::SeqCst);
     let mut dead = -1;
     let mut extra = false;
     let used = FD_WORDS_USED.load(Ordering::Relaxed);

@@ -25,7 +25,7 @@ use crate::limits::peer_descriptors;
 use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::net::socket::unmapped;
-use crate::process::PerProcess;
+use crate::process::{Changing, PerProcess};
 use crate::reactor::Token;
 
 /// Connections that a listener accepts at a time, so that a burst does not delay other sockets.
@@ -69,8 +69,12 @@ pub(crate) fn accept(
 ) {
     for _ in 0..ACCEPTS_PER_TURN {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-        let (fd, peer) = match rustix::net::acceptfrom_with(listener.get(), flags) {
-            Ok((fd, peer)) => (EngineFd::new(fd), peer),
+        let changing = Changing::new();
+        let accepted = rustix::net::acceptfrom_with(listener.get(), flags)
+            .map(|(fd, peer)| (EngineFd::new(fd), peer));
+        drop(changing);
+        let (fd, peer) = match accepted {
+            Ok(accepted) => accepted,
             Err(Errno::AGAIN) => return,
             Err(e @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
                 static OCCURRED: log::Rarely = log::Rarely::new();

@@ -8,6 +8,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use crate::config::config;
 use crate::fd::EngineFd;
 use crate::net::congestion;
+use crate::process::Changing;
 use crate::sys::socket::set_option;
 
 /// Receive buffer of a datagram socket, bytes; the kernel may grant less.
@@ -23,7 +24,9 @@ pub(crate) fn open(ip: IpAddr, kind: SocketType) -> io::Result<EngineFd> {
         AddressFamily::INET6
     };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let changing = Changing::new();
     let fd = EngineFd::new(rustix::net::socket_with(family, kind, flags, None)?);
+    drop(changing);
     if kind == SocketType::STREAM {
         congestion::choose(fd.get());
     }
