@@ -84,7 +84,6 @@ pub(crate) fn current() -> Option<&'static Engine> {
 /// The engine of this process. The first call creates it and its thread; a forked child creates its own. `EIO` when the
 /// device is broken, `ENOMEM` when there is no memory for objects.
 pub fn engine() -> io::Result<&'static Engine> {
-    process::watch_fork();
     let cell = ENGINE.get();
     if let Some(engine) = cell.engine.get() {
         engine.has_room_io()?;

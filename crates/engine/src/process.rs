@@ -99,15 +99,18 @@ pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Installs the handler that increments [`generation`] and replaces the engine's descriptors in a forked child. Threads
-/// that call this at the same time may install it twice, which does no harm.
-pub(crate) fn watch_fork() {
-    static INSTALLED: Inherited<()> = Inherited::new(|| {
-        // SAFETY: the handlers are async-signal-safe: atomics and system calls only.
-        unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
-    });
-    INSTALLED.get();
+/// Installs the handlers of forks when the library is loaded. The one of the child increments [`generation`] and replaces the engine's
+/// descriptors. A thread that calls the library for the first time would be too late: the C library reads the list of handlers at the
+/// beginning of a fork, and copies the memory later.
+extern "C" fn watch_fork() {
+    // SAFETY: the handlers are async-signal-safe: atomics and system calls only.
+    unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
 }
+
+// SAFETY: the dynamic linker calls the functions of this section when it has loaded the library and those that it needs.
+#[unsafe(link_section = ".init_array")]
+#[used]
+static WATCH_FORK: extern "C" fn() = watch_fork;
 
 /// An unconnected socket, from which nothing is read and to which nothing can be written; -1 if no descriptor is left.
 fn dead_socket() -> RawFd {

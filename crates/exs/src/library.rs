@@ -230,15 +230,17 @@ extern "C" fn in_child() {
     }
 }
 
-/// Installs the handler of forks. Threads that call this at the same time may install it twice, which does no harm.
-fn watch_fork() {
-    static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
-    if !IS_INSTALLED.load(SeqCst) {
-        // SAFETY: only a function is passed, which is valid as long as the process.
-        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-        IS_INSTALLED.store(true, SeqCst);
-    }
+/// Installs the handler of forks when the library is loaded. A thread that calls the library for the first time would be too late: the C
+/// library reads the list of handlers at the beginning of a fork, and copies the memory later.
+extern "C" fn watch_fork() {
+    // SAFETY: only a function is passed, which is valid as long as the process.
+    unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
 }
+
+// SAFETY: the dynamic linker calls the functions of this section when it has loaded the library and those that it needs.
+#[unsafe(link_section = ".init_array")]
+#[used]
+static WATCH_FORK: extern "C" fn() = watch_fork;
 
 /// The descriptors that the library's thread waits for. They are closed when this is dropped.
 #[derive(Debug)]
@@ -289,7 +291,6 @@ impl Drop for Sources {
 /// Initializes the library at the first call. If this fails, nothing stays open, and the next call tries it again.
 pub(crate) fn init() -> Result<(), c_int> {
     static STARTING: Mutex<()> = Mutex::new(());
-    watch_fork();
     // A child whose parent was forked during this call must not wait for the lock: the thread that holds it does not exist there.
     if FORKED.load(SeqCst) {
         return Err(libc::EPERM);
