@@ -103,6 +103,44 @@ static const char *receive_into_read_only(size_t arg)
 	return all_bytes(dst.at, 64, FRESH, "read-only receive buffer");
 }
 
+/* Only the memory that a message fills has to be in a region: adapters check no more of a receive. */
+static const char *receive_beyond_region(size_t arg)
+{
+	struct region src, dst;
+	struct ibv_sge from, to[2];
+	struct ibv_send_wr wr;
+	struct ibv_wc wc;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&src, p.a.pd, 64, 0));
+	TRY(new_region(&dst, p.b.pd, 8, IBV_ACCESS_LOCAL_WRITE));
+	memset(src.at, 0x22, 64);
+	/* An element that is longer than its region, and one with a wrong key behind one that the message fills. */
+	to[0] = sge_of(&dst, 0, 64);
+	TRY(post_recv(p.b.qp, 1, to, 1));
+	to[0] = sge_of(&dst, 0, 8);
+	to[1] = (struct ibv_sge){ to[0].addr, 8, ~to[0].lkey };
+	TRY(post_recv(p.b.qp, 2, to, 2));
+	from = sge_of(&src, 0, 8);
+	for (uint64_t id = 1; id <= 2; id++) {
+		wr = send_wr(id, IBV_WR_SEND, &from, 1);
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_ok(p.b.rcq, id, IBV_WC_RECV, &wc));
+		ENSURE(wc.byte_len == 8, "%u bytes", wc.byte_len);
+		TRY(expect_ok(p.a.scq, id, IBV_WC_SEND, NULL));
+	}
+	to[0] = sge_of(&dst, 0, 64);
+	TRY(post_recv(p.b.qp, 3, to, 1));
+	from = sge_of(&src, 0, 9);
+	wr = send_wr(3, IBV_WR_SEND, &from, 1);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_status(p.b.rcq, 3, IBV_WC_LOC_PROT_ERR));
+	TRY(expect_status(p.a.scq, 3, IBV_WC_REM_OP_ERR));
+	return guards_untouched(&dst);
+}
+
 static const char *read_into_read_only(size_t arg)
 {
 	struct region sink, source;
@@ -1285,6 +1323,7 @@ static const struct test tests[] = {
 	{ "flags_read", remote_flags, READ, 0, false },
 	{ "flags_atomic", remote_flags, ATOMIC, 0, false },
 	{ "receive_into_read_only", receive_into_read_only, 0, 0, false },
+	{ "receive_beyond_region", receive_beyond_region, 0, 0, false },
 	{ "read_into_read_only", read_into_read_only, 0, 0, false },
 	{ "other_pd_local", other_pd_local, 0, 0, false },
 	{ "other_pd_write", other_pd_remote, WRITE, 0, false },

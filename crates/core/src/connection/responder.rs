@@ -32,6 +32,8 @@ pub(super) struct ReceiveUnderWay {
     pub(super) places: Places,
     /// Length of the receive in bytes.
     pub(super) room: u64,
+    /// How many of these bytes may be written, from the beginning on: all unless an element is not in a region with that right.
+    pub(super) writable: u64,
     pub(super) received: u64,
     pub(super) msn: Msn,
     pub(super) opcode: Opcode,
@@ -278,6 +280,13 @@ impl Responder {
                 },
                 Status::RemoteInvalidRequest,
                 Status::LocalLength,
+            ));
+        }
+        if after > receive.writable {
+            return Err(Violation::receive(
+                PeerError::RdmapLocal,
+                Status::RemoteOperation,
+                Status::LocalProtection,
             ));
         }
         let mut targets = Places::new();

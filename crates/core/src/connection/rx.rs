@@ -208,21 +208,16 @@ impl Connection {
             return self.no_receive(h).map(|()| false);
         };
         let mut places = Places::new();
-        let mut room = 0_u64;
-        let mut refused = false;
+        let (mut room, mut writable) = (0_u64, 0);
         let pd = self.base.rq.pd().unwrap_or(self.base.pd);
         for sge in taken.sges.iter().filter(|s| s.len > 0) {
-            let place = self.base.rnic.regions.check(
-                sge.lkey,
-                pd,
-                self.base.qpn,
-                Access::LOCAL_WRITE,
-                To(sge.addr),
-                u64::from(sge.len),
-            );
-            match place {
-                Ok(place) => places.push(place),
-                Err(_) => refused = true,
+            if writable == room {
+                let (to, len) = (To(sge.addr), u64::from(sge.len));
+                let regions = &self.base.rnic.regions;
+                if let Ok(place) = regions.check_receive(sge.lkey, pd, self.base.qpn, to, len) {
+                    writable += place.len();
+                    places.push(place);
+                }
             }
             room += u64::from(sge.len);
         }
@@ -231,17 +226,11 @@ impl Connection {
                 request_id: taken.id,
                 places,
                 room,
+                writable,
                 received: 0,
                 msn: h.msn,
                 opcode: h.opcode,
             });
-        }
-        if refused {
-            return Err(Violation::receive(
-                PeerError::RdmapLocal,
-                Status::RemoteOperation,
-                Status::LocalProtection,
-            ));
         }
         Ok(true)
     }

@@ -540,8 +540,13 @@ impl DatagramQp {
         }
         let pd = self.base.rq.pd().unwrap_or(self.base.pd);
         let mut places = Places::new();
+        let mut missing = len;
         for sge in request.sges.iter().filter(|s| s.len > 0) {
-            let (at, len) = (To(sge.addr), u64::from(sge.len));
+            if missing == 0 {
+                break;
+            }
+            // Only the memory that the message fills has to be writable, as with adapters.
+            let (at, len) = (To(sge.addr), missing.min(sge.len.into()));
             let need = Access::LOCAL_WRITE;
             let place = self
                 .base
@@ -552,6 +557,7 @@ impl DatagramQp {
                 Ok(place) => places.push(place),
                 Err(_) => return Err(self.broken_receive(request.id)),
             }
+            missing -= len;
         }
         Ok((request, places))
     }

@@ -674,6 +674,28 @@ impl Regions {
         })
     }
 
+    /// The access check for the memory of a receive. If the region ends before the range does, returns the part inside the region: adapters
+    /// check only the memory that they write.
+    pub fn check_receive(
+        &self,
+        stag: Stag,
+        pd: u32,
+        qpn: u32,
+        to: To,
+        len: u64,
+    ) -> Result<Placement, AccessError> {
+        let region = self.live(stag)?;
+        let inside = region.base.saturating_add(region.len).saturating_sub(to.0);
+        let len = len.min(inside.max(1));
+        let (offset, at) = region.grant(pd, qpn, Access::LOCAL_WRITE, to, len)?;
+        Ok(Placement {
+            region,
+            offset,
+            at,
+            len,
+        })
+    }
+
     /// The access check and the pin in one step, for callers that access the memory immediately and use one region
     /// repeatedly.
     #[expect(
