@@ -88,34 +88,30 @@ mod tests {
         /// A length and an offset at which memcpy(3) stores the last bytes first.
         const WORDS: usize = 256;
         const ROUNDS: u64 = 20_000;
+        static TAKEN: AtomicBool = AtomicBool::new(true);
         let memory: Vec<AtomicU64> = (0..=WORDS).map(|_| AtomicU64::new(0)).collect();
-        let (to, taken) = (memory.get(1..).unwrap(), AtomicBool::new(true));
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                for round in 1..=ROUNDS {
-                    while to[WORDS - 1].load(Ordering::Acquire) != round {
-                        std::hint::spin_loop();
-                    }
-                    for word in to {
-                        assert_eq!(word.load(Ordering::Relaxed), round);
-                    }
-                    taken.store(true, Ordering::Release);
-                }
-            });
+        let to: &'static [AtomicU64] = memory.leak().get(1..).unwrap();
+        // Not a scoped thread: the thread sanitizer does not see that its end is waited for.
+        let reader = std::thread::spawn(move || {
             for round in 1..=ROUNDS {
-                while !taken.swap(false, Ordering::Acquire) {
+                while to[WORDS - 1].load(Ordering::Acquire) != round {
                     std::hint::spin_loop();
                 }
-                let source = vec![round; WORDS];
-                // SAFETY: both have this length, and the words are atomic.
-                unsafe {
-                    copy_last_word_last(
-                        source.as_ptr().cast(),
-                        to.as_ptr().cast_mut().cast(),
-                        WORDS * WORD,
-                    );
-                };
+                for word in to {
+                    assert_eq!(word.load(Ordering::Relaxed), round);
+                }
+                TAKEN.store(true, Ordering::Release);
             }
         });
+        for round in 1..=ROUNDS {
+            while !TAKEN.swap(false, Ordering::Acquire) && !reader.is_finished() {
+                std::hint::spin_loop();
+            }
+            let source = vec![round; WORDS];
+            let target = to.as_ptr().cast_mut().cast();
+            // SAFETY: both have this length, and the words are atomic.
+            unsafe { copy_last_word_last(source.as_ptr().cast(), target, WORDS * WORD) };
+        }
+        reader.join().unwrap();
     }
 }
