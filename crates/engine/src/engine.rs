@@ -94,7 +94,7 @@ pub fn engine() -> io::Result<&'static Engine> {
         return Ok(engine);
     }
     if let Some(warning) = &config().log_warning {
-        // Written although the log is off: whoever sets the variable expects lines, and would not know why there are none.
+        // This warning is written although the log is off, because the unknown level has switched it off.
         log::write(log::Level::Warn, format_args!("{warning}"));
     }
     for warning in &config().warnings {

@@ -687,13 +687,7 @@ impl Regions {
         let region = self.live(stag)?;
         let inside = region.base.saturating_add(region.len).saturating_sub(to.0);
         let len = len.min(inside.max(1));
-        let (offset, at) = region.grant(pd, qpn, Access::LOCAL_WRITE, to, len)?;
-        Ok(Placement {
-            region,
-            offset,
-            at,
-            len,
-        })
+        self.check(stag, pd, qpn, Access::LOCAL_WRITE, to, len)
     }
 
     /// The access check and the pin in one step, for callers that access the memory immediately and use one region
