@@ -410,7 +410,13 @@ impl Build {
             packages.extend(["anywarp-core", "anywarp-sim"]);
         }
         let mut command = self.cargo();
-        command.args(["test", "--quiet", "--target", &self.target]);
+        command.args([
+            "test",
+            "--quiet",
+            "--no-fail-fast",
+            "--target",
+            &self.target,
+        ]);
         command.args(packages.iter().map(|name| format!("--package={name}")));
         // Documentation tests are skipped, because each is compiled separately.
         command.args(["--lib", "--tests", "--"]).args(arguments);

@@ -89,8 +89,8 @@ mod tests {
         const WORDS: usize = 256;
         const ROUNDS: u64 = 20_000;
         static TAKEN: AtomicBool = AtomicBool::new(true);
-        let memory: Vec<AtomicU64> = (0..=WORDS).map(|_| AtomicU64::new(0)).collect();
-        let to: &'static [AtomicU64] = memory.leak().get(1..).unwrap();
+        static MEMORY: [AtomicU64; WORDS + 1] = [const { AtomicU64::new(0) }; WORDS + 1];
+        let to = MEMORY.get(1..).unwrap();
         // Not a scoped thread: the thread sanitizer does not see that its end is waited for.
         let reader = std::thread::spawn(move || {
             for round in 1..=ROUNDS {
