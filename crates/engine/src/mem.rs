@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anywarp_core::verbs::mr::{Memory, Pinned, Placement};
-use shared_memory::copy_last_word_last;
+use shared_memory::{copy, copy_last_word_last};
 use smallvec::SmallVec;
 
 use crate::sys::loaded::Library;
@@ -113,7 +113,7 @@ impl Memory for UserMemory {
             return;
         }
         // SAFETY: as in `place`; `first` is not longer than `len`.
-        unsafe { std::ptr::copy_nonoverlapping(first.as_ptr(), target, first.len()) };
+        unsafe { copy(first.as_ptr(), target, first.len()) };
         // SAFETY: `first` is not longer than `len`, so this address is in the region or just behind it.
         let behind = unsafe { target.add(first.len()) };
         // SAFETY: as in `place`; `len` is at most the length of both.
@@ -126,7 +126,7 @@ impl Memory for UserMemory {
         let end = out.len();
         // SAFETY: the source lies inside the pinned region; `reserve` made room for `len` bytes after `end`, which do
         // not overlap it since they belong to our own vector.
-        unsafe { std::ptr::copy_nonoverlapping(source, out.as_mut_ptr().add(end), len) };
+        unsafe { copy(source, out.as_mut_ptr().add(end), len) };
         // SAFETY: the `len` bytes after `end` were just written.
         unsafe { out.set_len(end + len) };
     }

@@ -3,8 +3,10 @@
 //! The peer may write to the memory at any time, so no `&[u8]` to it is ever made: bytes are copied by offset, words
 //! are atomic, and the code that reads a number from the memory checks the number before it uses it.
 
+mod copy;
 mod order;
 
+pub use copy::copy;
 pub use order::copy_last_word_last;
 
 use std::io;
@@ -153,7 +155,7 @@ impl Shared {
         if let Some(to) = self.at(at, bytes.len()) {
             // SAFETY: `Self::at` has checked that `to` has room for `bytes`. They do not overlap, because `bytes` is not in the
             // shared memory.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+            unsafe { copy(bytes.as_ptr(), to, bytes.len()) };
         }
     }
 
@@ -174,7 +176,7 @@ impl Shared {
         // SAFETY: `Self::at` has checked that the bytes are in the mapping. `reserve` made room for them after `end`, in
         // memory that is not shared.
         unsafe {
-            std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(end), len);
+            copy(from, out.as_mut_ptr().add(end), len);
             out.set_len(end + len);
         }
     }
@@ -187,7 +189,7 @@ impl Shared {
     pub unsafe fn put_from(&self, at: usize, from: *const u8, len: usize) {
         if let Some(to) = self.at(at, len) {
             // SAFETY: `Self::at` has checked that there is room, and the caller promises the rest.
-            unsafe { std::ptr::copy(from, to, len) };
+            unsafe { copy(from, to, len) };
         }
     }
 

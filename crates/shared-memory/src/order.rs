@@ -3,6 +3,7 @@
 //! An adapter writes the bytes of a message in the order of their addresses. Programs rely on this: they poll the last word of a
 //! message, and then read the rest. `memcpy(3)` copies in any order: it often stores the last bytes before the first ones.
 
+use crate::copy;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
 /// The length of a word. It is aligned to the same number.
@@ -23,7 +24,7 @@ pub unsafe fn copy_last_word_last(from: *const u8, to: *mut u8, len: usize) {
     // SAFETY: the caller's promise. `last` is at most the length of a word.
     unsafe {
         std::ptr::copy_nonoverlapping(from.add(rest), word.as_mut_ptr(), last);
-        std::ptr::copy(from, to, rest);
+        copy(from, to, rest);
     }
     fence(Ordering::Release);
     // SAFETY: the caller's promise: these are the last bytes.
