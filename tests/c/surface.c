@@ -470,6 +470,27 @@ static const char *receives_refused(size_t arg)
 	return NULL;
 }
 
+/* A program whose header is newer has a longer structure: since rdma-core 49, ibv_port_attr ends with another field. It is zero. */
+static const char *longer_structures(size_t arg)
+{
+	struct { struct ibv_port_attr known; uint8_t more[60]; } port;
+	struct { struct ibv_device_attr_ex known; uint8_t more[64]; } attr;
+	const struct verbs_context *functions;
+
+	(void)arg;
+	TRY(open_device());
+	functions = verbs_get_ctx(device);
+	ENSURE(functions, "the context has no functions");
+	memset(&port, 0xee, sizeof port);
+	ENSURE(!functions->query_port(device, PORT, &port.known, sizeof port), "query_port");
+	ENSURE(port.known.state == port_attr.state, "state %d", port.known.state);
+	TRY(all_bytes(port.more, sizeof port.more, 0, "further fields of the port"));
+	memset(&attr, 0xee, sizeof attr);
+	ENSURE(!functions->query_device_ex(device, NULL, &attr.known, sizeof attr), "query_device_ex");
+	ENSURE(attr.known.orig_attr.max_qp == device_attr.max_qp, "max_qp %d", attr.known.orig_attr.max_qp);
+	return all_bytes(attr.more, sizeof attr.more, 0, "further fields of the device");
+}
+
 /* Programs compare the time of a completion with `tv_nsec` of the clock, which mlx4 and mlx5 set to the number of ticks. */
 static const char *clock_of_completions(size_t arg)
 {
@@ -1167,6 +1188,7 @@ static const struct test tests[] = {
 	{ "pages_without_rights_of_the_region", pages_without_rights_of_the_region, 0, 0, false },
 	{ "null_region_later", null_region_later, 0, 0, true },
 	{ "receives_refused", receives_refused, 0, 0, false },
+	{ "longer_structures", longer_structures, 0, 0, false },
 	{ "clock", clock_of_completions, 0, 0, false },
 };
 

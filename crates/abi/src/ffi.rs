@@ -157,7 +157,8 @@ pub(crate) unsafe fn put<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Writes the first `len` bytes of a structure, for a caller that was compiled with an older, shorter one.
+/// Writes the first `len` bytes of a structure, for a caller that was compiled with an older, shorter one. If the caller's structure is
+/// longer, because its header is newer than the fields that are known here, the rest becomes zero: such a field has no value.
 ///
 /// # Safety
 /// `pointer` is null or points to `len` bytes.
@@ -169,10 +170,12 @@ pub(crate) unsafe fn put_prefix<T: Copy>(
     if pointer.is_null() {
         return Err(libc::EINVAL);
     }
-    let len = len.min(size_of::<T>());
-    // SAFETY: the caller's structure has `len` bytes (guaranteed by the caller), and so has `value`.
+    let known = len.min(size_of::<T>());
+    let to: *mut u8 = pointer.cast();
+    // SAFETY: the caller's structure has `len` bytes (guaranteed by the caller), at least `known` of which `value` has too.
     unsafe {
-        std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), pointer.cast(), len);
+        std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), to, known);
+        to.add(known).write_bytes(0, len - known);
     }
     Ok(())
 }
