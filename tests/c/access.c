@@ -922,6 +922,33 @@ static const char *busy(size_t arg)
 	return NULL;
 }
 
+/* A queue pair that is attached to a multicast group is not destroyed. */
+static const char *busy_in_a_group(size_t arg)
+{
+	const struct want w = { .type = IBV_QPT_UD };
+	union ibv_gid gid = { .raw = { [10] = 0xff, [11] = 0xff, 239, 12, 13, 14 } };
+	struct end e;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&e, &w));
+	TRY(to_init(e.qp, &w));
+	for (int twice = 0; twice < 2; twice++) {
+		rc = ibv_attach_mcast(e.qp, &gid, 0);
+		ENSURE(!rc, "ibv_attach_mcast: %s", strerror(rc));
+	}
+	rc = ibv_destroy_qp(e.qp);
+	if (!rc)
+		forget(e.qp);
+	ENSURE(rc == EBUSY, "ibv_destroy_qp of a member of a group returns %d", rc);
+	rc = ibv_detach_mcast(e.qp, &gid, 0);
+	ENSURE(!rc, "ibv_detach_mcast: %s", strerror(rc));
+	rc = ibv_detach_mcast(e.qp, &gid, 0);
+	ENSURE(rc == EINVAL, "ibv_detach_mcast of a queue pair that is no member returns %d", rc);
+	return NULL;
+}
+
 static const char *ports_and_tables(size_t arg)
 {
 	struct ibv_ah_attr attr;
@@ -1368,6 +1395,7 @@ static const struct test tests[] = {
 	{ "too_large", too_large, 0, 0, false },
 	{ "bad_regions", bad_regions, 0, 0, false },
 	{ "busy", busy, 0, 0, false },
+	{ "busy_in_a_group", busy_in_a_group, 0, 0, false },
 	{ "ports_and_tables", ports_and_tables, 0, 0, false },
 	{ "cq_overflow", cq_overflow, 0, 0, false },
 	{ "cq_overflow_extended", cq_overflow, 1, 0, false },

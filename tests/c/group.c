@@ -156,6 +156,8 @@ static const char *be_receiver(unsigned int host, size_t arg)
 			shared->got[host]++;
 		TRY(post_recv(d.qp, wc.wr_id, &whole[wc.wr_id], 1));
 	}
+	if (host != 3)
+		ENSURE(!ibv_detach_mcast(d.qp, &gid, 0), "the queue pair cannot be detached");
 	ENSURE(!query_counters(d.qp, &seen, sizeof seen), "counters");
 	ENSURE(host == 3 ? seen.rx_dgrams == 0 : seen.rx_qkey > 0, "%llu datagrams, %llu with a wrong key",
 	       (unsigned long long)seen.rx_dgrams, (unsigned long long)seen.rx_qkey);

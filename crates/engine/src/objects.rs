@@ -705,6 +705,14 @@ impl QueuePair {
             Self::Dgram(qp) => qp.multicast(group, join),
         }
     }
+
+    /// Whether the queue pair is attached to a multicast group.
+    pub fn is_in_group(&self) -> bool {
+        match self {
+            Self::Rc(_) => false,
+            Self::Dgram(qp) => qp.is_in_group(),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use crate::verbs::cq::{
 };
 use crate::verbs::handle::{known, live};
 use crate::verbs::object::QpObject;
-use crate::verbs::qp::{create_qp_ex, ibv_destroy_qp, ibv_modify_qp, managed};
+use crate::verbs::qp::{create_qp_ex, destroy, ibv_modify_qp, managed};
 use crate::verbs::srq::{create_srq_ex, ibv_destroy_srq};
 use anywarp_verbs_sys::cm::*;
 use anywarp_verbs_sys::verbs::*;
@@ -146,7 +146,7 @@ unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Resu
     if let Err(e) = attach(object, qp) {
         object.engine.set_qp(None);
         // SAFETY: the queue pair was created above, and no other code uses it.
-        unsafe { ibv_destroy_qp(qp) };
+        unsafe { destroy(qp) }?;
         drop_queues(object);
         return Err(e);
     }
@@ -275,8 +275,9 @@ pub(super) fn destroy_qp(object: &IdObject) {
     object.engine.set_qp(None);
     let qp = object.take_qp();
     if !qp.is_null() {
+        // The queue pair leaves the groups that the identifier has joined, also if the program has not called `rdma_leave_multicast`.
         // SAFETY: the queue pair was created by `create_qp`.
-        unsafe { ibv_destroy_qp(qp) };
+        let _always_succeeds = unsafe { destroy(qp) };
     }
     drop_queues(object);
 }

@@ -536,21 +536,37 @@ entry! {
     }
 }
 
+/// Destroys a queue pair, which leaves its multicast groups.
+///
+/// # Safety
+/// `qp` is null, or came from a create call and is not used after this succeeds.
+pub(crate) unsafe fn destroy(qp: *mut ibv_qp) -> Result<(), Errno> {
+    // SAFETY: upheld by the caller.
+    let Some(object) = unsafe { returned::<QpObject, _>(qp) }? else {
+        return Ok(());
+    };
+    object.engine.destroy();
+    forget_events(object.device(), qp.addr());
+    object.acks.wait();
+    object.pd.leave();
+    drop(object.take());
+    Ok(())
+}
+
 entry! {
-    /// `ibv_destroy_qp(3)`: waits until all events that were delivered to the program are acknowledged. Completions that were
-    /// not polled are discarded.
+    /// `ibv_destroy_qp(3)`: EBUSY while the queue pair is attached to a multicast group. Waits until all events that were delivered to
+    /// the program are acknowledged. Completions that were not polled are discarded.
     ///
     /// # Safety
     /// `qp` came from a create call and is not used after this returns 0.
     unsafe fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int, errno, {
         // SAFETY: upheld by the caller.
-        let Some(object) = unsafe { returned::<QpObject, _>(qp) }? else { return Ok(()) };
-        object.engine.destroy();
-        forget_events(object.device(), qp.addr());
-        object.acks.wait();
-        object.pd.leave();
-        drop(object.take());
-        Ok(())
+        let object = unsafe { returned::<QpObject, _>(qp) }?;
+        if object.is_some_and(|object| object.engine.is_in_group()) {
+            return Err(misuse("ibv_destroy_qp", &Misuse::Busy));
+        }
+        // SAFETY: upheld by the caller.
+        unsafe { destroy(qp) }
     }
 }
 

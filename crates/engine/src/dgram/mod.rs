@@ -489,6 +489,11 @@ impl DgramQp {
         self.common.release_number();
     }
 
+    /// Whether the queue pair is a member of a multicast group.
+    pub fn is_in_group(&self) -> bool {
+        !self.lock().groups.is_empty()
+    }
+
     /// Joins or leaves a multicast group (`ibv_attach_mcast(3)`, `ibv_detach_mcast(3)`).
     pub fn multicast(&self, ip: IpAddr, join: bool) -> Result<(), Misuse> {
         let ip = ip.to_canonical();
