@@ -470,6 +470,8 @@ static const char *rereg_refused(size_t arg)
 	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, theirs.at, 0, 0);
 	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, (void *)4096, 64, 0); /* not mapped */
 	REFUSES(IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_REMOTE_WRITE); /* remote write needs local write */
+	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, theirs.at, 32, ALL_ACCESS); /* the rights do not change */
+	ENSURE(rc == IBV_REREG_MR_ERR_INPUT && errno == EINVAL, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
 	ENSURE(theirs.mr->addr == theirs.at && theirs.mr->length == 64 && theirs.mr->pd == p.b.pd,
 	       "a refused ibv_rereg_mr has changed the region");
 	TRY(write_into(&p, &mine, theirs.mr, theirs.at, true));
@@ -480,6 +482,37 @@ static const char *rereg_refused(size_t arg)
 	keep(close_mr, null, "null region");
 	rc = ibv_rereg_mr(null, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, mine.at, 64, 0);
 	ENSURE(rc == IBV_REREG_MR_ERR_INPUT, "ibv_rereg_mr of a null region returns %d", rc);
+	return NULL;
+}
+
+/* A region of device memory, and the handle of a region that was imported, cannot be registered again. */
+static const char *rereg_of_others_refused(size_t arg)
+{
+	struct ibv_alloc_dm_attr attr = { .length = 64 };
+	struct ibv_mr *mr, *imported;
+	struct ibv_dm *dm;
+	struct region mine;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	imported = ibv_import_mr(p.a.pd, mine.mr->handle);
+	if (imported) { /* optional */
+		rc = ibv_rereg_mr(imported, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, 0);
+		ENSURE(rc == IBV_REREG_MR_ERR_INPUT && errno == EINVAL, "ibv_rereg_mr of an imported region returns %d: %s", rc,
+		       strerror(errno));
+		ibv_unimport_mr(imported);
+	}
+	dm = ibv_alloc_dm(device, &attr);
+	if (!dm)
+		return NULL; /* optional */
+	mr = ibv_reg_dm_mr(p.b.pd, dm, 0, 64, IBV_ACCESS_ZERO_BASED | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+	ENSURE(mr, "ibv_reg_dm_mr: %s", strerror(errno));
+	rc = ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, mine.at, 64, 0);
+	ENSURE(rc == IBV_REREG_MR_ERR_INPUT && errno == EINVAL, "ibv_rereg_mr of device memory returns %d: %s", rc, strerror(errno));
+	ENSURE(!ibv_dereg_mr(mr) && !ibv_free_dm(dm), "the device memory cannot be freed");
 	return NULL;
 }
 
@@ -1370,6 +1403,7 @@ static const struct test tests[] = {
 	{ "rereg_domain", rereg_domain, 0, 0, false },
 	{ "rereg_everything", rereg_domain, 1, 0, false },
 	{ "rereg_refused", rereg_refused, 0, 0, false },
+	{ "rereg_of_others_refused", rereg_of_others_refused, 0, 0, false },
 	{ "drain", drain, true, 0, false },
 	{ "drain_without_event", drain, false, 0, false },
 	{ "drained_rc", drained_at_once, IBV_QPT_RC, 0, false },

@@ -85,7 +85,7 @@ pub(super) unsafe fn register_in(
     Ok(into_c(MrObject {
         c: CStruct::new(c),
         engine: region,
-        _backing: backing,
+        backing,
         _counted: counted,
     }))
 }
@@ -153,8 +153,11 @@ entry! {
         let invalid = || Ok(crate::ffi::fail(libc::EINVAL, IBV_REREG_MR_ERR_INPUT));
         let translation = flags & IBV_REREG_MR_CHANGE_TRANSLATION != 0;
         let new_domain = flags & IBV_REREG_MR_CHANGE_PD != 0;
+        let new_access = flags & IBV_REREG_MR_CHANGE_ACCESS != 0;
+        // Access flags without the flag that changes them are an error, as in libibverbs: otherwise a program would rely on rights that
+        // the region does not have.
         if mr.is_null() || flags == 0 || flags & !ALL != 0 || (new_domain && pd.is_null())
-            || (translation && (addr.is_null() || length == 0))
+            || (translation && (addr.is_null() || length == 0)) || (access != 0 && !new_access)
         {
             return invalid();
         }
@@ -163,13 +166,16 @@ entry! {
             let domain = if new_domain { pd } else { std::ptr::null_mut() };
             (live::<MrObject, _>(mr)?, live_if_any::<PdObject, _>(domain)?)
         };
-        if matches!(region.engine.region().kind(), Kind::Null { .. }) {
+        // Only a region of the program's memory changes. The change of an imported handle would not reach the original one, which
+        // would then not deregister the memory.
+        let is_plain = matches!(region.backing, Backing::Program | Backing::Buffer(_));
+        if !is_plain || matches!(region.engine.region().kind(), Kind::Null { .. }) {
             return invalid();
         }
         let change = Reregistration {
             range: translation.then(|| (addr.expose_provenance() as u64, length as u64)),
             pd: domain.map(|domain| Arc::clone(&domain.engine)),
-            access: (flags & IBV_REREG_MR_CHANGE_ACCESS != 0).then_some(access.cast_unsigned()),
+            access: new_access.then_some(access.cast_unsigned()),
         };
         // SAFETY: the new memory stays mapped (guaranteed by the caller).
         unsafe { region.engine.reregister(&change) }.map_err(|e| refused("ibv_rereg_mr", e))?;
@@ -235,7 +241,7 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
         Ok(into_c(MrObject {
             c: CStruct::new(c),
             engine: region,
-            _backing: Backing::Program,
+            backing: Backing::Program,
             _counted: counted,
         }))
     })
@@ -260,7 +266,7 @@ entry! {
         Ok(into_c(MrObject {
             c: CStruct::new(c),
             engine: region,
-            _backing: Backing::Program,
+            backing: Backing::Imported,
             _counted: counted,
         }))
     }

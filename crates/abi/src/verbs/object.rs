@@ -150,6 +150,8 @@ pub(crate) enum Backing {
     /// The pages of a buffer of `ibv_alloc_buf`.
     #[expect(dead_code, reason = "only held")]
     Buffer(Arc<Pages>),
+    /// That of another handle, from which this one was imported.
+    Imported,
 }
 
 /// A memory region.
@@ -157,7 +159,7 @@ pub(crate) enum Backing {
 pub(crate) struct MrObject {
     pub(crate) c: CStruct<ibv_mr>,
     pub(crate) engine: MemoryRegion,
-    pub(crate) _backing: Backing,
+    pub(crate) backing: Backing,
     pub(crate) _counted: CountedObject,
 }
 
