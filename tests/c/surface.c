@@ -276,8 +276,50 @@ static const char *implicit(size_t arg)
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_status(p.a.scq, 2, IBV_WC_REM_ACCESS_ERR));
 	ENSURE(ibv_advise_mr(p.a.pd, 77, 0, &sge, 1) == EOPNOTSUPP, "an unknown advice is accepted");
-	ENSURE(ibv_advise_mr(p.b.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1) == EINVAL,
+	ENSURE(ibv_advise_mr(p.b.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1) == EPERM,
 	       "a region of another domain is accepted");
+	munmap(at, 4 * PAGE);
+	return NULL;
+}
+
+/* The errno of ibv_advise_mr tells what is wrong with the element. */
+static const char *advice_refused(size_t arg)
+{
+	struct ibv_mr *mr, *plain;
+	struct ibv_sge sge;
+	struct ibv_pd *pd;
+	uint8_t *at;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "an object of the test cannot be created");
+	at = mmap(NULL, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(at != MAP_FAILED, "mmap");
+	mr = new_mr(pd, at, 2 * PAGE, IBV_ACCESS_ON_DEMAND);
+	if (!mr)
+		SKIP("no on-demand paging");
+	plain = new_mr(pd, at, PAGE, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(plain, "ibv_reg_mr: %s", strerror(errno));
+	sge = (struct ibv_sge){ .addr = (uintptr_t)at, .length = PAGE, .lkey = mr->lkey };
+#define ADVISE(advice, flags) (rc = ibv_advise_mr(pd, IBV_ADVISE_MR_ADVICE_##advice, flags, &sge, 1))
+	ENSURE(!ADVISE(PREFETCH, 0), "ibv_advise_mr: %s", strerror(rc));
+	ENSURE(ADVISE(PREFETCH, 2) == EINVAL, "an unknown flag: %s", strerror(rc));
+	ENSURE(ADVISE(PREFETCH_WRITE, 0) == EPERM, "a region that is only read: %s", strerror(rc));
+	sge.length = 3 * PAGE;
+	ENSURE(ADVISE(PREFETCH, 0) == EFAULT, "a range beyond the region: %s", strerror(rc));
+	sge.length = PAGE;
+	munmap(at + PAGE, PAGE);
+	sge.addr += PAGE;
+	ENSURE(ADVISE(PREFETCH, 0) == EFAULT, "a page that is not mapped: %s", strerror(rc));
+	sge.addr -= PAGE;
+	sge.lkey = plain->lkey;
+	ENSURE(ADVISE(PREFETCH, 0) == ENOENT, "a region without on-demand paging: %s", strerror(rc));
+	sge.lkey = 0;
+	ENSURE(ADVISE(PREFETCH, 0) == ENOENT, "a key of no region: %s", strerror(rc));
+	ENSURE(!ibv_dereg_mr(plain), "ibv_dereg_mr");
+	forget(plain);
 	munmap(at, 4 * PAGE);
 	return NULL;
 }
@@ -1176,6 +1218,7 @@ static const struct test tests[] = {
 	{ "unmapped_pages_local", unmapped_pages, 0, 0, false },
 	{ "unmapped_pages_remote", unmapped_pages, 1, 0, false },
 	{ "implicit", implicit, 0, 0, false },
+	{ "advice_refused", advice_refused, 0, 0, false },
 	{ "null_region", null_region, 0, 0, false },
 	{ "domains", domains, 0, 0, false },
 	{ "imported", imported, 0, 0, false },

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::access::Access;
-use anywarp_core::verbs::mr::Kind;
+use anywarp_core::verbs::mr::{AccessError, Kind};
+use anywarp_core::verbs::wr::Sge;
 use anywarp_core::wire::To;
 use anywarp_engine::objects::{MemoryRegion, Reregistration};
 
@@ -191,6 +192,26 @@ entry! {
     }
 }
 
+/// Checks whether pages of a region may be faulted in, and faults them in. The errno values are those of `ibv_advise_mr(3)`.
+fn prefetch(domain: &PdObject, sge: &Sge, writes: bool) -> Result<(), Errno> {
+    let regions = &domain.device().engine.rnic.regions;
+    let (pd, to, len) = (domain.engine.id(), To(sge.addr), sge.len.into());
+    let check = |need| regions.check(sge.lkey, pd, 0, need, to, len);
+    let refused = |e, without_rights| match e {
+        AccessError::Invalid => libc::ENOENT,
+        AccessError::NotAssociated => libc::EPERM,
+        AccessError::Rights => without_rights,
+        AccessError::Bounds | AccessError::Wrap | AccessError::Absent => libc::EFAULT,
+    };
+    // A region without on-demand paging is not one of those that the call is about.
+    check(Access::ON_DEMAND).map_err(|e| refused(e, libc::ENOENT))?;
+    if writes {
+        let need = Access::ON_DEMAND | Access::LOCAL_WRITE;
+        check(need).map_err(|e| refused(e, libc::EPERM))?;
+    }
+    Ok(())
+}
+
 /// `ibv_advise_mr(3)`: faults in the pages of regions with on-demand paging.
 pub(crate) unsafe extern "C" fn advise_mr(
     pd: *mut ibv_pd,
@@ -203,23 +224,16 @@ pub(crate) unsafe extern "C" fn advise_mr(
         if pd.is_null() || list.is_null() || n == 0 || flags & !IBV_ADVISE_MR_FLAG_FLUSH != 0 {
             return Err(libc::EINVAL);
         }
-        let need = match advice {
-            IBV_ADVISE_MR_ADVICE_PREFETCH | IBV_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT => Access::NONE,
-            IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE => Access::LOCAL_WRITE,
+        let writes = match advice {
+            IBV_ADVISE_MR_ADVICE_PREFETCH | IBV_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT => false,
+            IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE => true,
             _ => return Err(libc::EOPNOTSUPP),
         };
-        // The check fails for a region that does not exist, belongs to another domain or has no on-demand paging. The check
-        // also faults the pages in.
-        let need = need | Access::ON_DEMAND;
         let n = c_int::try_from(n).unwrap_or(c_int::MAX);
         // SAFETY: the domain is live, and the list has `n` elements (guaranteed by the program).
         let (domain, sges) = unsafe { (live::<PdObject, _>(pd)?, sges_of(list, n)) };
-        let regions = &domain.device().engine.rnic.regions;
         for sge in sges {
-            let (id, to, len) = (domain.engine.id(), To(sge.addr), sge.len.into());
-            if regions.check(sge.lkey, id, 0, need, to, len).is_err() {
-                return Err(libc::EINVAL);
-            }
+            prefetch(domain, &sge, writes)?;
         }
         Ok(())
     })
