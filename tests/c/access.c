@@ -1324,6 +1324,23 @@ static const char *drained_at_once(size_t type)
 	return to_state(p.a.qp, IBV_QPS_RTS);
 }
 
+/* A device without packet pacing refuses a rate limit. */
+static const char *rate_limit_refused(size_t arg)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTS, .rate_limit = 1000 };
+	struct ibv_device_attr_ex ex;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	if (!ibv_query_device_ex(device, NULL, &ex) && ex.packet_pacing_caps.qp_rate_limit_max)
+		SKIP("the device limits the rate of a queue pair");
+	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_RATE_LIMIT);
+	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp with a rate limit returns %d", rc);
+	return NULL;
+}
+
 /* A device without IBV_DEVICE_AUTO_PATH_MIG refuses an alternate path and keeps the primary one. */
 static const char *alternate_path_refused(size_t arg)
 {
@@ -1410,6 +1427,7 @@ static const struct test tests[] = {
 	{ "drained_uc", drained_at_once, IBV_QPT_UC, 0, false },
 	{ "drained_ud", drained_at_once, IBV_QPT_UD, 0, false },
 	{ "alternate_path_refused", alternate_path_refused, 0, 0, false },
+	{ "rate_limit_refused", rate_limit_refused, 0, 0, false },
 	{ "ece_unsupported", ece_unsupported, 0, 0, false },
 	{ "masks_rc", required_masks, IBV_QPT_RC, 0, false },
 	{ "masks_uc", required_masks, IBV_QPT_UC, 0, false },

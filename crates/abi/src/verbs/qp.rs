@@ -427,6 +427,9 @@ fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misus
             "path migration: there is only one path, which the kernel chooses",
         ));
     }
+    if has(mask::RATE_LIMIT) {
+        return Err(Misuse::Unsupported("a rate limit of one queue pair"));
+    }
     let state = |bit, number| -> Result<Option<State>, Misuse> {
         if !has(bit) {
             return Ok(None);

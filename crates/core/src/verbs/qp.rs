@@ -388,7 +388,7 @@ pub fn check_modify(
             "the state machine has no such transition",
         ));
     };
-    let free = mask::STATE | mask::CUR_STATE | mask::RATE_LIMIT;
+    let free = mask::STATE | mask::CUR_STATE;
     if attr_mask & rule.required != rule.required {
         return Err(Misuse::InvalidArgument(
             "an attribute that this transition needs is missing",
