@@ -512,6 +512,31 @@ static const char *receives_refused(size_t arg)
 	return NULL;
 }
 
+/* The limit is an attribute of ibv_modify_srq only: programs leave it uninitialized when they create a queue. */
+static const char *limit_when_created(size_t arg)
+{
+	struct ibv_srq_init_attr init = { .attr = { .max_wr = 16, .max_sge = 1, .srq_limit = 0xeeeeeeee } };
+	struct ibv_srq_init_attr_ex ex = { .attr = init.attr, .comp_mask = IBV_SRQ_INIT_ATTR_PD | IBV_SRQ_INIT_ATTR_TYPE };
+	struct ibv_srq_attr attr;
+	struct ibv_srq *srq;
+
+	(void)arg;
+	TRY(open_device());
+	ex.pd = new_pd();
+	ENSURE(ex.pd, "an object of the test cannot be created");
+	for (int extended = 0; extended < 2; extended++) {
+		srq = extended ? ibv_create_srq_ex(device, &ex) : ibv_create_srq(ex.pd, &init);
+		ENSURE(srq, "a shared receive queue: %s", strerror(errno));
+		keep(close_srq, srq, "ibv_destroy_srq");
+		ENSURE(!ibv_query_srq(srq, &attr) && attr.srq_limit == 0, "srq_limit %u", attr.srq_limit);
+	}
+	/* Fields that the device does not know are not ignored. */
+	ex.comp_mask |= IBV_SRQ_INIT_ATTR_RESERVED;
+	ENSURE(!ibv_create_srq_ex(device, &ex) && (errno == EOPNOTSUPP || errno == EINVAL || errno == ENOSYS),
+	       "an unknown field: %s", strerror(errno));
+	return NULL;
+}
+
 /* A program whose header is newer has a longer structure: since rdma-core 49, ibv_port_attr ends with another field. It is zero. */
 static const char *longer_structures(size_t arg)
 {
@@ -1231,6 +1256,7 @@ static const struct test tests[] = {
 	{ "pages_without_rights_of_the_region", pages_without_rights_of_the_region, 0, 0, false },
 	{ "null_region_later", null_region_later, 0, 0, true },
 	{ "receives_refused", receives_refused, 0, 0, false },
+	{ "limit_when_created", limit_when_created, 0, 0, false },
 	{ "longer_structures", longer_structures, 0, 0, false },
 	{ "clock", clock_of_completions, 0, 0, false },
 };

@@ -479,12 +479,11 @@ pub struct SharedReceive {
 }
 
 impl SharedReceive {
-    /// A queue for `max_wr` receives of `max_sge` elements.
+    /// A queue for `max_wr` receives of `max_sge` elements, without a limit.
     pub fn new(
         context: &Arc<Context>,
         max_wr: u32,
         max_sge: u32,
-        limit: u32,
         pd: &Pd,
     ) -> Result<Arc<Self>, Misuse> {
         context.engine.has_room()?;
@@ -495,7 +494,7 @@ impl SharedReceive {
         }
         Ok(Arc::new(Self {
             context: Arc::clone(context),
-            core: Arc::new(Srq::new(max_wr, max_sge, limit, pd.id())),
+            core: Arc::new(Srq::new(max_wr, max_sge, 0, pd.id())),
             c_object: Arc::new(AtomicUsize::new(0)),
             users: Mutex::new(Rank::SharedReceiveUsers, Vec::new()),
         }))

@@ -39,14 +39,9 @@ unsafe fn create(
     let domain = unsafe { live::<PdObject, _>(pd) }?;
     profile().admits_srq(attr)?;
     let counted = CountedObject::take(Counted::Srq)?;
-    let engine = SharedReceive::new(
-        domain.device(),
-        attr.max_wr,
-        attr.max_sge,
-        attr.srq_limit,
-        &domain.engine,
-    )
-    .map_err(|e| misuse("ibv_create_srq", &e))?;
+    // ibv_create_srq(3): `srq_limit` is not an attribute of a new queue. Many programs leave it uninitialized.
+    let engine = SharedReceive::new(domain.device(), attr.max_wr, attr.max_sge, &domain.engine)
+        .map_err(|e| misuse("ibv_create_srq", &e))?;
     domain.engine.enter();
     let c = ibv_srq {
         context: domain.context(),
@@ -87,9 +82,16 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
     init: *mut ibv_srq_init_attr_ex,
 ) -> *mut ibv_srq {
     null("ibv_create_srq_ex", || {
+        const KNOWN: u32 = IBV_SRQ_INIT_ATTR_TYPE
+            | IBV_SRQ_INIT_ATTR_PD
+            | IBV_SRQ_INIT_ATTR_XRCD
+            | IBV_SRQ_INIT_ATTR_CQ;
         // SAFETY: the program passes null or a valid pointer.
         let init = unsafe { arg_mut(init) }?;
         let has = |bit: u32| init.comp_mask & bit != 0;
+        if init.comp_mask & !KNOWN != 0 {
+            return Err(libc::EOPNOTSUPP);
+        }
         let xrc = match init.srq_type {
             _ if !has(IBV_SRQ_INIT_ATTR_TYPE) => false,
             IBV_SRQT_BASIC => false,
