@@ -558,6 +558,79 @@ static const char *longer_structures(size_t arg)
 	return all_bytes(attr.more, sizeof attr.more, 0, "further fields of the device");
 }
 
+/* A window of type 2 of an unreliable connection, bound and invalidated with ibv_wr_*. */
+static const char *window_of_uc(size_t arg)
+{
+	const struct want want = { .type = IBV_QPT_UC };
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = IBV_QPT_UC,
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_BIND_MW | IBV_QP_EX_WITH_LOCAL_INV,
+		.cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+	struct ibv_mw_bind_info info = { .length = 64, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE };
+	struct region mine, theirs;
+	struct ibv_qp_ex *ex;
+	struct ibv_mw *mw;
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct end a, b;
+	uint32_t key;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&a, &want));
+	TRY(open_end(&b, &want));
+	mw = ibv_alloc_mw(b.pd, IBV_MW_TYPE_2);
+	if (!mw)
+		SKIP("no windows of type 2");
+	keep(close_mw, mw, "memory window");
+	init.send_cq = b.scq;
+	init.recv_cq = b.rcq;
+	init.pd = b.pd;
+	b.qp = ibv_create_qp_ex(device, &init);
+	ENSURE(b.qp, "ibv_create_qp_ex: %s", strerror(errno));
+	keep(close_qp, b.qp, "queue pair");
+	TRY(connect_ends(&a, &b, &want));
+	TRY(new_region(&mine, a.pd, 64, 0));
+	TRY(new_region(&theirs, b.pd, 128, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND));
+	memset(mine.at, 0x47, 64);
+	info.mr = theirs.mr;
+	info.addr = (uintptr_t)theirs.at + 64;
+	key = ibv_inc_rkey(mw->rkey);
+	ex = ibv_qp_to_qp_ex(b.qp);
+	ibv_wr_start(ex);
+	ex->wr_id = 1;
+	ex->wr_flags = IBV_SEND_SIGNALED;
+	ibv_wr_bind_mw(ex, mw, key, &info);
+	rc = ibv_wr_complete(ex);
+	ENSURE(!rc, "ibv_wr_complete: %s", strerror(rc));
+	TRY(expect_ok(b.scq, 1, IBV_WC_BIND_MW, NULL));
+
+	TRY(post_recv(b.qp, 2, NULL, 0));
+	sge = sge_of(&mine, 0, 64);
+	wr = send_wr(3, IBV_WR_RDMA_WRITE_WITH_IMM, &sge, 1);
+	wr.wr.rdma.rkey = key;
+	wr.wr.rdma.remote_addr = info.addr;
+	TRY(post(a.qp, &wr));
+	TRY(expect_ok(a.scq, 3, IBV_WC_RDMA_WRITE, NULL));
+	TRY(expect_ok(b.rcq, 2, IBV_WC_RECV_RDMA_WITH_IMM, NULL));
+	TRY(all_bytes(theirs.at, 64, FRESH, "bytes before the window"));
+	TRY(all_bytes(theirs.at + 64, 64, 0x47, "the window"));
+
+	ibv_wr_start(ex);
+	ex->wr_id = 4;
+	ibv_wr_local_inv(ex, key);
+	rc = ibv_wr_complete(ex);
+	ENSURE(!rc, "ibv_wr_complete: %s", strerror(rc));
+	TRY(expect_ok(b.scq, 4, IBV_WC_LOCAL_INV, NULL));
+	/* Now nothing is bound to the region. */
+	ENSURE(!ibv_dereg_mr(theirs.mr), "ibv_dereg_mr");
+	forget(theirs.mr);
+	return NULL;
+}
+
 /* Programs compare the time of a completion with `tv_nsec` of the clock, which mlx4 and mlx5 set to the number of ticks. */
 static const char *clock_of_completions(size_t arg)
 {
@@ -1258,6 +1331,7 @@ static const struct test tests[] = {
 	{ "receives_refused", receives_refused, 0, 0, false },
 	{ "limit_when_created", limit_when_created, 0, 0, false },
 	{ "longer_structures", longer_structures, 0, 0, false },
+	{ "window_of_uc", window_of_uc, 0, 0, false },
 	{ "clock", clock_of_completions, 0, 0, false },
 };
 

@@ -20,16 +20,15 @@ use anywarp_verbs_sys::verbs::*;
 pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {
     let send = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
     let write = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
+    let windows = IBV_QP_EX_WITH_LOCAL_INV | IBV_QP_EX_WITH_BIND_MW;
     let rest = IBV_QP_EX_WITH_RDMA_READ
         | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
         | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD
         | IBV_QP_EX_WITH_ATOMIC_WRITE
-        | IBV_QP_EX_WITH_LOCAL_INV
-        | IBV_QP_EX_WITH_BIND_MW
         | IBV_QP_EX_WITH_SEND_WITH_INV;
     let all = match kind {
-        IBV_QPT_RC | IBV_QPT_XRC_SEND => send | write | rest,
-        IBV_QPT_UC => send | write,
+        IBV_QPT_RC | IBV_QPT_XRC_SEND => send | write | windows | rest,
+        IBV_QPT_UC => send | write | windows,
         IBV_QPT_UD => send,
         _ => 0,
     };
