@@ -377,10 +377,13 @@ static const char *domains(size_t arg)
 {
 	struct ibv_td_init_attr td_attr = { 0 };
 	struct ibv_parent_domain_init_attr attr = { 0 };
+	struct ibv_cq_init_attr_ex cq_attr = { .cqe = 4, .comp_mask = IBV_CQ_INIT_ATTR_MASK_PD };
 	struct ibv_pd *pd = new_pd(), *parent;
+	struct ibv_cq_ex *cq;
 	struct ibv_td *td;
 	struct ibv_mr *mr;
 	static uint8_t memory[64];
+	int rc;
 
 	(void)arg;
 	td = ibv_alloc_td(device, &td_attr);
@@ -402,6 +405,16 @@ static const char *domains(size_t arg)
 	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
 	ENSURE(ibv_dealloc_pd(parent) == EBUSY, "a parent domain in use was freed");
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	cq_attr.parent_domain = parent;
+	cq = ibv_create_cq_ex(device, &cq_attr);
+	ENSURE(cq, "ibv_create_cq_ex: %s", strerror(errno));
+	rc = ibv_dealloc_pd(parent);
+	if (!rc)
+		forget(parent);
+	ENSURE(rc == EBUSY, "ibv_dealloc_pd of the parent domain of a completion queue returns %d", rc);
+	ENSURE(!ibv_destroy_cq(ibv_cq_ex_to_cq(cq)), "ibv_destroy_cq");
+	cq_attr.parent_domain = NULL;
+	ENSURE(!ibv_create_cq_ex(device, &cq_attr) && errno == EINVAL, "a completion queue of no domain: %s", strerror(errno));
 	return NULL;
 }
 

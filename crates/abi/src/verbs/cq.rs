@@ -9,7 +9,7 @@ use anywarp_engine::objects::CompletionQueue;
 
 use super::async_event::forget_events;
 use super::handle::{CStruct, c_object, into_c, known, live, live_if_any, returned, set_c_object};
-use super::object::{Acks, ChannelObject, ContextObject, CqObject, Users};
+use super::object::{Acks, ChannelObject, ContextObject, CqObject, PdObject, Users};
 use super::wait::block_on;
 use crate::cancel_safe::Held;
 use crate::entry;
@@ -61,6 +61,7 @@ pub(crate) unsafe fn create_cq(
     cq_context: *mut c_void,
     channel: *mut ibv_comp_channel,
     vector: c_int,
+    domain: Option<&PdObject>,
 ) -> Result<*mut ibv_cq, Errno> {
     // SAFETY: upheld by the caller.
     let (device, events) = unsafe {
@@ -84,6 +85,9 @@ pub(crate) unsafe fn create_cq(
         cqe: c_int::try_from(cqe).unwrap_or(c_int::MAX),
         ..ibv_cq_ex::default()
     };
+    if let Some(domain) = domain {
+        domain.engine.enter();
+    }
     let cq: *mut ibv_cq = into_c(CqObject {
         c: CStruct::new(c),
         engine: Arc::clone(&engine),
@@ -91,6 +95,7 @@ pub(crate) unsafe fn create_cq(
         async_acks: Acks::default(),
         users: Users::default(),
         _channel: events.map(|e| e.users.enter()),
+        domain: domain.map(|domain| Arc::clone(&domain.engine)),
         current: UnsafeCell::new(None),
         _counted: counted,
     });
@@ -107,7 +112,7 @@ entry! {
         context: *mut ibv_context, cqe: c_int, cq_context: *mut c_void, channel: *mut ibv_comp_channel, vector: c_int,
     ) -> *mut ibv_cq, null, {
         // SAFETY: upheld by the caller.
-        unsafe { create_cq(context, u32::try_from(cqe).unwrap_or(0), cq_context, channel, vector) }
+        unsafe { create_cq(context, u32::try_from(cqe).unwrap_or(0), cq_context, channel, vector, None) }
     }
 }
 
@@ -129,6 +134,9 @@ entry! {
         forget_events(queue.device(), cq.addr());
         queue.comp_acks.wait();
         queue.async_acks.wait();
+        if let Some(domain) = &queue.domain {
+            domain.leave();
+        }
         drop(queue.take());
         Ok(())
     }

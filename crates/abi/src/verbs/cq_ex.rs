@@ -8,7 +8,7 @@ use super::attributes::wall_clock;
 use super::convert::{flags_of, imm_of};
 use super::cq::create_cq;
 use super::handle::{known, live};
-use super::object::{CqObject, Shown};
+use super::object::{CqObject, PdObject, Shown};
 use crate::ffi::{Errno, arg, errno, errno_fast, null, or_fast};
 use anywarp_verbs_sys::verbs::*;
 
@@ -138,8 +138,15 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
             return Err(libc::EOPNOTSUPP);
         }
         let vector = c_int::try_from(init.comp_vector).unwrap_or(-1);
+        let domain = if init.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD != 0 {
+            // SAFETY: the program passes null or a live object.
+            Some(unsafe { live::<PdObject, _>(init.parent_domain) }?)
+        } else {
+            None
+        };
+        let (cqe, user) = (init.cqe, init.cq_context);
         // SAFETY: the program passes null or a live object.
-        let cq = unsafe { create_cq(context, init.cqe, init.cq_context, init.channel, vector) }?;
+        let cq = unsafe { create_cq(context, cqe, user, init.channel, vector, domain) }?;
         // SAFETY: the object was created above.
         let queue = unsafe { known::<CqObject, _>(cq) };
         if flags & IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN != 0 {

@@ -287,6 +287,8 @@ pub(crate) struct CqObject {
     /// The queue pairs, and the shared receive queues of XRC domains, that use the queue.
     pub(crate) users: Users,
     pub(crate) _channel: Option<Use>,
+    /// The parent domain that the queue was created with. The queue is one of its users.
+    pub(crate) domain: Option<Arc<Pd>>,
     /// The current completion of the extended interface. Only the thread between `start_poll` and `end_poll` accesses it.
     pub(crate) current: UnsafeCell<Option<Shown>>,
     pub(crate) _counted: CountedObject,
