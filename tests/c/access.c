@@ -1341,6 +1341,26 @@ static const char *rate_limit_refused(size_t arg)
 	return NULL;
 }
 
+/* A device that cannot delay events refuses to moderate them. */
+static const char *moderation_refused(size_t arg)
+{
+	struct ibv_modify_cq_attr attr = { .attr_mask = IBV_CQ_ATTR_MODERATE, .moderate = { .cq_count = 8, .cq_period = 100 } };
+	struct ibv_device_attr_ex ex;
+	struct ibv_cq *cq;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	ENSURE(!ibv_query_device_ex(device, NULL, &ex), "ibv_query_device_ex");
+	if (ex.cq_mod_caps.max_cq_count)
+		SKIP("the device moderates events");
+	cq = new_cq(4, NULL);
+	ENSURE(cq, "ibv_create_cq: %s", strerror(errno));
+	rc = ibv_modify_cq(cq, &attr);
+	ENSURE(rc == EOPNOTSUPP, "ibv_modify_cq returns %d", rc);
+	return NULL;
+}
+
 /* A device without IBV_DEVICE_AUTO_PATH_MIG refuses an alternate path and keeps the primary one. */
 static const char *alternate_path_refused(size_t arg)
 {
@@ -1428,6 +1448,7 @@ static const struct test tests[] = {
 	{ "drained_ud", drained_at_once, IBV_QPT_UD, 0, false },
 	{ "alternate_path_refused", alternate_path_refused, 0, 0, false },
 	{ "rate_limit_refused", rate_limit_refused, 0, 0, false },
+	{ "moderation_refused", moderation_refused, 0, 0, false },
 	{ "ece_unsupported", ece_unsupported, 0, 0, false },
 	{ "masks_rc", required_masks, IBV_QPT_RC, 0, false },
 	{ "masks_uc", required_masks, IBV_QPT_UC, 0, false },

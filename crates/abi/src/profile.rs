@@ -17,7 +17,7 @@ use anywarp_verbs_sys::verbs::*;
 /// The features of a device. Each member is true if the device has the feature.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Features {
-    /// `ibv_create_cq_ex`, `ibv_modify_cq`, completion timestamps.
+    /// `ibv_create_cq_ex`, completion timestamps.
     pub(crate) extended_cq: bool,
     /// `ibv_create_qp_ex` with send operation flags.
     pub(crate) extended_qp: bool,

@@ -90,10 +90,6 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         if p.has.extended_cq {
             all.completion_timestamp_mask = u64::MAX;
             all.hca_core_clock = 1_000_000;
-            all.cq_mod_caps = ibv_cq_moderation_caps {
-                max_cq_count: u16::MAX,
-                max_cq_period: u16::MAX,
-            };
         }
         // SAFETY: the caller's structure has `size` bytes (the header's inline function passes its size).
         unsafe { put_prefix(attr, &all, size) }

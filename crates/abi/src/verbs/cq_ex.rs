@@ -9,7 +9,7 @@ use super::convert::{flags_of, imm_of};
 use super::cq::create_cq;
 use super::handle::{known, live};
 use super::object::{CqObject, PdObject, Shown};
-use crate::ffi::{Errno, arg, errno, errno_fast, null, or_fast};
+use crate::ffi::{Errno, arg, errno_fast, null, or_fast};
 use anywarp_verbs_sys::verbs::*;
 
 /// Polls one completion and makes it the current one, whose fields the reading functions return.
@@ -172,20 +172,5 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
             c.read_completion_wallclock_ns = Some(read_time);
         });
         Ok(cq.cast::<ibv_cq_ex>())
-    })
-}
-
-/// `ibv_modify_cq(3)`: accepts moderation without effect, since events are never delayed.
-pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
-    errno("ibv_modify_cq", || {
-        // SAFETY: the program passes null or a valid pointer.
-        let attr = unsafe { arg(attr) }?;
-        if cq.is_null() {
-            return Err(libc::EINVAL);
-        }
-        if attr.attr_mask & !IBV_CQ_ATTR_MODERATE != 0 {
-            return Err(libc::EOPNOTSUPP);
-        }
-        Ok(())
     })
 }

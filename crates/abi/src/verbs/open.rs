@@ -162,7 +162,6 @@ fn functions() -> verbs_context {
         get_srq_num: xrc.then_some(srq::get_srq_num),
         open_xrcd: xrc.then_some(srq::open_xrcd),
         close_xrcd: xrc.then_some(srq::close_xrcd),
-        modify_cq: has.extended_cq.then_some(cq_ex::modify_cq),
         query_rt_values: has.extended_cq.then_some(attributes::query_rt_values),
         ..verbs_context::default()
     };
