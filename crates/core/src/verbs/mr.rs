@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use super::access::Access;
 use super::wr::Bind;
@@ -44,6 +45,8 @@ pub enum Kind {
 #[derive(Debug)]
 pub struct Region {
     stag: Stag,
+    /// Number of the registration, which [`Regions::reregister`] does not change.
+    number: u64,
     kind: Kind,
     pd: u32,
     /// Address of the first byte in the process.
@@ -471,6 +474,7 @@ impl Regions {
         let mut table = self.table.write();
         old.check_unbound()?;
         new.only = RwLock::new(*old.only.read());
+        new.number = old.number;
         let new = Arc::new(new);
         table.insert(old.stag.0 >> 8, Entry::Live(Arc::clone(&new)));
         drop(table);
@@ -478,18 +482,19 @@ impl Regions {
         Ok(new)
     }
 
-    /// Deregisters a region. After this call has returned, nothing accesses the memory.
-    pub fn deregister(&self, old: &Arc<Region>) -> Result<(), Misuse> {
+    /// Deregisters a region. After this call has returned, nothing accesses the memory. If the region was registered again since
+    /// `handle` was found, the present registration ends. Does nothing if it was deregistered by another handle.
+    pub fn deregister(&self, handle: &Arc<Region>) -> Result<(), Misuse> {
         let mut table = self.table.write();
-        old.check_unbound()?;
-        let index = old.stag.0 >> 8;
-        if matches!(table.get(&index), Some(Entry::Live(r)) if Arc::ptr_eq(r, old)) {
-            table.remove(&index);
-        }
+        let index = handle.stag.0 >> 8;
+        let present = match table.get(&index) {
+            Some(Entry::Live(r)) if r.number == handle.number => Arc::clone(r),
+            _ => return Ok(()),
+        };
+        present.check_unbound()?;
+        table.remove(&index);
         drop(table);
-        if old.valid.load(Ordering::SeqCst) {
-            old.retire();
-        }
+        present.retire();
         Ok(())
     }
 
@@ -737,8 +742,10 @@ impl Regions {
 }
 
 fn region(stag: Stag, kind: Kind, what: &Registration, under: Option<Arc<Region>>) -> Region {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
     Region {
         stag,
+        number: NEXT.fetch_add(1, Ordering::Relaxed),
         kind,
         pd: what.pd,
         start: what.start,

@@ -63,6 +63,30 @@ fn every_access_right_is_checked() {
     );
 }
 
+/// A handle that was found before the region was registered again ends the present registration.
+#[test]
+fn an_old_handle_deregisters_the_present_registration() {
+    let (regions, old) = registered(Access::LOCAL_WRITE);
+    let moved = Registration {
+        start: 0x20_000,
+        len: 4096,
+        base: 0x20_000,
+        access: Access::LOCAL_WRITE,
+        pd: 1,
+        present: None,
+    };
+    let new = regions.reregister(&old, &moved).unwrap();
+    regions.deregister(&old).unwrap();
+    assert!(new.pin().is_none());
+    assert!(regions.is_empty());
+    // Another registration with the same key is not that of the handle.
+    let mut same_key = || old.stag().0;
+    let other = regions.register(&moved, &mut same_key).unwrap();
+    assert_eq!(other.stag(), old.stag());
+    regions.deregister(&new).unwrap();
+    assert!(other.pin().is_some());
+}
+
 /// A remembered region is checked again for each access, and is not found after it was deregistered.
 #[test]
 fn a_remembered_region_is_checked_again() {
