@@ -19,6 +19,7 @@
 #define MASK_FD (1u << 2)
 #define MASK_DMAH (1u << 4)
 #define MASK_BUF (1u << 5)
+#define MASK_UNPROTECTED (1u << 2) /* of ibv_parent_domain_init_attr */
 
 struct buffer; /* struct ibv_buf */
 
@@ -202,6 +203,35 @@ static const char *buffers(size_t arg)
 	ENSURE(!reg_buf_mr(pd, buf, at, SIZE_MAX, 0) && errno == EINVAL, "a region whose length overflows: %s", strerror(errno));
 	ENSURE(export_buf(buf) == -1 && errno == ENODATA, "exporting the buffer as a dma-buf: %s", strerror(errno));
 	ENSURE(!alloc_buf(pd, 0, &buf) && errno == EINVAL, "a buffer of no bytes: %s", strerror(errno));
+	return NULL;
+}
+
+/* A parent domain may permit memory that is not encrypted. Buffers of a device that needs no such memory are plain ones. */
+static const char *buffers_of_a_parent_domain(size_t arg)
+{
+	struct ibv_parent_domain_init_attr attr = { .comp_mask = MASK_UNPROTECTED };
+	struct buffer *buf = NULL;
+	struct ibv_pd *parent;
+	struct ibv_mr *mr;
+	uint8_t *at;
+
+	(void)arg;
+	TRY(find_all());
+	attr.pd = new_pd();
+	ENSURE(attr.pd, "ibv_alloc_pd: %s", strerror(errno));
+	parent = ibv_alloc_parent_domain(device, &attr);
+	ENSURE(parent, "ibv_alloc_parent_domain: %s", strerror(errno));
+	keep(close_pd, parent, "parent domain");
+	at = alloc_buf(parent, 4096, &buf);
+	ENSURE(at, "ibv_alloc_buf: %s", strerror(errno));
+	keep(close_buffer, buf, "buffer");
+	mr = reg_buf_mr(parent, buf, at, 4096, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(mr, "ibv_reg_buf_mr: %s", strerror(errno));
+	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	ENSURE(!reg_buf_mr(attr.pd, buf, at, 4096, 0) && errno == EINVAL, "a region of the buffer in another domain: %s",
+	       strerror(errno));
+	attr.comp_mask = 1u << 3;
+	ENSURE(!ibv_alloc_parent_domain(device, &attr) && errno == EINVAL, "an unknown field: %s", strerror(errno));
 	return NULL;
 }
 
@@ -488,6 +518,7 @@ static const struct test tests[] = {
 	{ "port_speed", port_speed, 0, 0, false },
 	{ "reg_mr_ex_works", reg_mr_ex_works, 0, 0, false },
 	{ "buffers", buffers, 0, 0, false },
+	{ "buffers_of_a_parent_domain", buffers_of_a_parent_domain, 0, 0, false },
 	{ "hardware_only", hardware_only, 0, 0, false },
 };
 

@@ -137,14 +137,19 @@ pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
     })
 }
 
+/// Permits a device to allocate buffers (`ibv_alloc_buf`) in memory that is not encrypted, if it cannot access other memory of a
+/// confidential virtual machine. It has been in the headers since rdma-core 64. This device accesses all memory of the process.
+const IBV_PARENT_DOMAIN_INIT_ATTR_ALLOW_CC_UNPROTECTED_ALLOC: u32 = 1 << 2;
+
 /// `ibv_alloc_parent_domain(3)`.
 pub(crate) unsafe extern "C" fn alloc_parent_domain(
     context: *mut ibv_context,
     attr: *mut ibv_parent_domain_init_attr,
 ) -> *mut ibv_pd {
     null("ibv_alloc_parent_domain", || {
-        const KNOWN: u32 =
-            IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
+        const KNOWN: u32 = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS
+            | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT
+            | IBV_PARENT_DOMAIN_INIT_ATTR_ALLOW_CC_UNPROTECTED_ALLOC;
         // SAFETY: the program passes null or a valid pointer.
         let attr = unsafe { arg(attr) }?;
         let one_allocator = attr.comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS != 0
