@@ -688,18 +688,25 @@ static const char *clock_of_completions(size_t arg)
 
 /* ---------------------------------------------------------------- atomic writes */
 
-static const char *atomic_write(size_t arg)
+#define ODP_ATOMIC_WRITE (1u << 7) /* IBV_ODP_SUPPORT_ATOMIC_WRITE, since rdma-core 58 */
+
+static const char *atomic_write(size_t on_demand)
 {
 	struct want w = { 0 };
 	struct region mine, theirs;
+	struct ibv_device_attr_ex ex;
 	struct ibv_send_wr wr, *bad;
 	struct ibv_sge sge;
 	struct pair p;
 
-	(void)arg;
 	TRY(open_pair(&p, &w));
 	TRY(new_region(&mine, p.a.pd, 16, IBV_ACCESS_LOCAL_WRITE));
-	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS));
+	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS | (on_demand ? IBV_ACCESS_ON_DEMAND : 0)));
+	if (on_demand) {
+		ENSURE(!ibv_query_device_ex(device, NULL, &ex), "ibv_query_device_ex");
+		ENSURE(ex.odp_caps.per_transport_caps.rc_odp_caps & ODP_ATOMIC_WRITE && ex.xrc_odp_caps & ODP_ATOMIC_WRITE,
+		       "rc_odp_caps %#x, xrc_odp_caps %#x", ex.odp_caps.per_transport_caps.rc_odp_caps, ex.xrc_odp_caps);
+	}
 	memset(mine.at, 0x3c, 16);
 	sge = sge_of(&mine, 0, 8);
 	wr = rdma_wr(1, IBV_WR_ATOMIC_WRITE, &sge, 1, &theirs, 8);
@@ -1334,6 +1341,7 @@ static const struct test tests[] = {
 	{ "domains", domains, 0, 0, false },
 	{ "imported", imported, 0, 0, false },
 	{ "atomic_write", atomic_write, 0, 0, false },
+	{ "atomic_write_on_demand", atomic_write, 1, 0, false },
 	{ "xrc", xrc, 0, 0, false },
 	{ "xrc_attributes_of_both_ends", xrc, 1, 0, false },
 	{ "xrc_queue_destroyed", xrc_queue_destroyed, 0, 0, false },

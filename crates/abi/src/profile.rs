@@ -84,7 +84,11 @@ pub(crate) struct Profile {
 
 const DATAGRAMS: u32 = IBV_ODP_SUPPORT_SEND | IBV_ODP_SUPPORT_RECV | IBV_ODP_SUPPORT_SRQ_RECV;
 const UNACKNOWLEDGED: u32 = DATAGRAMS | IBV_ODP_SUPPORT_WRITE;
-const RELIABLE: u32 = UNACKNOWLEDGED | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC;
+const RELIABLE: u32 =
+    UNACKNOWLEDGED | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC | IBV_ODP_SUPPORT_ATOMIC_WRITE;
+
+/// It has been in the headers since rdma-core 58.
+const IBV_ODP_SUPPORT_ATOMIC_WRITE: u32 = 1 << 7;
 
 const NO_ODP: ibv_odp_caps = ibv_odp_caps {
     general_caps: 0,
@@ -298,12 +302,13 @@ const MLX5: Profile = Profile {
     odp: ibv_odp_caps {
         general_caps: IBV_ODP_SUPPORT | IBV_ODP_SUPPORT_IMPLICIT,
         per_transport_caps: ibv_odp_transport_caps {
-            rc_odp_caps: RELIABLE & !IBV_ODP_SUPPORT_ATOMIC,
+            rc_odp_caps: RELIABLE & !(IBV_ODP_SUPPORT_ATOMIC | IBV_ODP_SUPPORT_ATOMIC_WRITE),
             uc_odp_caps: 0,
             ud_odp_caps: IBV_ODP_SUPPORT_SEND,
         },
     },
-    xrc_odp: RELIABLE & !(IBV_ODP_SUPPORT_ATOMIC | IBV_ODP_SUPPORT_RECV),
+    xrc_odp: RELIABLE
+        & !(IBV_ODP_SUPPORT_ATOMIC | IBV_ODP_SUPPORT_ATOMIC_WRITE | IBV_ODP_SUPPORT_RECV),
     max_dm_size: 131_072,
     has: Features {
         atomic_write: false,
