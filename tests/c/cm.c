@@ -302,6 +302,69 @@ static const char *disconnect(struct fixture *s)
 	return expect_status(s->client->recv_cq, 9, IBV_WC_WR_FLUSH_ERR);
 }
 
+/* A route that has a path has a path record, with the addresses of the id. */
+static const char *has_path(struct rdma_cm_id *id)
+{
+	const struct ibv_sa_path_rec *path = id->route.path_rec;
+	const struct rdma_ib_addr *addr = &id->route.addr.addr.ibaddr;
+
+	if (id->verbs->device->transport_type != IBV_TRANSPORT_IB)
+		return NULL; /* iWARP has no path records */
+	ENSURE(id->route.num_paths >= 1 && path, "%d paths, path record %p", id->route.num_paths, (const void *)path);
+	ENSURE(!memcmp(&path->sgid, &addr->sgid, sizeof path->sgid), "the source of the path is another GID");
+	ENSURE(!memcmp(&path->dgid, &addr->dgid, sizeof path->dgid), "the destination of the path is another GID");
+	ENSURE(path->pkey == addr->pkey && path->mtu && path->rate && path->packet_life_time,
+	       "pkey %#x, mtu %u, rate %u, packet lifetime %u", path->pkey, path->mtu, path->rate, path->packet_life_time);
+	return NULL;
+}
+
+/* Both ends of a connection have a path record. */
+static const char *path_records(size_t space)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct event_copy t;
+	struct fixture s;
+
+	TRY(listen_at(&s, AF_INET, (enum rdma_port_space)space));
+	TRY(new_client(&s, (enum rdma_port_space)space));
+	TRY(has_path(s.client));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	return space == RDMA_PS_TCP ? has_path(s.server) : NULL;
+}
+
+/* RDMA_OPTION_IB_PATH takes the place of rdma_resolve_route: the same event follows, and the id can be connected. */
+static const char *set_path(size_t arg)
+{
+	struct ibv_path_data data = { .flags = IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL };
+	struct rdma_conn_param p = params(NULL, 0);
+	struct event_copy t;
+	struct fixture s;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	ENSURE(rdma_set_option(s.client, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &data, sizeof data) == -1,
+	       "the path of a fresh id can be set");
+	ENSURE(!rdma_resolve_addr(s.client, NULL, sa(&s.address), 2000), "rdma_resolve_addr: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ADDR_RESOLVED, NULL));
+	TRY(give_qp(s.client));
+	data.path.sgid = s.client->route.addr.addr.ibaddr.sgid;
+	data.path.dgid = s.client->route.addr.addr.ibaddr.dgid;
+	data.path.pkey = s.client->route.addr.addr.ibaddr.pkey;
+	data.path.reversible_numpath = 0x81;
+	ENSURE(rdma_set_option(s.client, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &data, sizeof data - 1) == -1 &&
+	       errno == EINVAL, "a path of another length: %s", strerror(errno));
+	ENSURE(!rdma_set_option(s.client, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &data, sizeof data), "path: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	return traffic(s.client, s.server);
+}
+
 static const char *connect_and_talk(size_t family)
 {
 	struct fixture s;
@@ -1617,7 +1680,7 @@ static const char *options(size_t arg)
 	uint8_t timeout = 17, tos = 8;
 	struct fixture s;
 	struct event_copy t;
-	int rc;
+	int rc = 0;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -1627,6 +1690,10 @@ static const char *options(size_t arg)
 	ENSURE(!rdma_set_option(s.client, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &timeout, sizeof timeout),
 	       "ACK_TIMEOUT: %s", strerror(errno));
 	ENSURE(rdma_set_option(s.client, RDMA_OPTION_ID, 999, &tos, sizeof tos) == -1, "an unknown option is accepted");
+	ENSURE(rdma_set_option(s.client, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &rc, sizeof rc) == -1 && errno == EINVAL,
+	       "TOS of another length: %s", strerror(errno));
+	ENSURE(rdma_set_option(s.client, RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, &tos, sizeof tos) == -1 && errno == EINVAL,
+	       "REUSEADDR of another length: %s", strerror(errno));
 	ENSURE(!rdma_set_local_ece(s.client, &ece), "rdma_set_local_ece: %s", strerror(errno));
 	ENSURE(!rdma_get_remote_ece(s.client, &ece) && !ece.vendor_id && !ece.options, "rdma_get_remote_ece");
 	ENSURE(rdma_set_local_ece(s.client, &ece) == -1 && errno == EINVAL, "ECE options without a vendor are accepted");
@@ -2333,6 +2400,9 @@ static const struct test tests[] = {
 	{ "connect", connect_and_talk, AF_INET, 0, false },
 	{ "connect_ipv6", connect_and_talk, AF_INET6, 0, false },
 	{ "moved_qp", moved_qp, 0, 0, false },
+	{ "path_records", path_records, RDMA_PS_TCP, 0, false },
+	{ "path_records_datagrams", path_records, RDMA_PS_UDP, 0, false },
+	{ "set_path", set_path, 0, 0, false },
 	{ "server_disconnects", server_disconnects, 0, 0, false },
 	{ "peer_destroys_id", peer_destroys_id, 0, 0, false },
 	{ "disconnect_stopped_peer", disconnect_stopped_peer, 0, 0, true },

@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
+use anywarp_core::qos::level_of_class;
 use anywarp_engine::address::gid_of;
 use anywarp_engine::gids;
 use libc::{sa_family_t, sockaddr, sockaddr_in, sockaddr_in6, socklen_t};
@@ -121,6 +122,32 @@ pub(super) fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah
     attr.grh.sgid_index = own;
     attr.grh.hop_limit = 64;
     attr
+}
+
+/// Returns the path record of a connection between the GIDs of `addr`, with the type of service `tos`. It has the values that the
+/// kernel's rdma_cm computes for RoCE.
+pub(super) fn path_between(addr: &rdma_ib_addr, tos: u8) -> ibv_sa_path_rec {
+    /// "Exactly", as a selector of a path record.
+    const EXACTLY: u8 = 2;
+    /// The packet lifetime that rdma_cm assumes for Ethernet: 4.096 µs × 2^18, about a second.
+    const PACKET_LIFE_TIME: u8 = 18;
+    ibv_sa_path_rec {
+        dgid: addr.dgid,
+        sgid: addr.sgid,
+        hop_limit: 64,
+        traffic_class: tos,
+        reversible: 1,
+        numb_path: 1,
+        pkey: addr.pkey,
+        sl: level_of_class(tos),
+        mtu_selector: EXACTLY,
+        mtu: IBV_MTU_4096 as u8,
+        rate_selector: EXACTLY,
+        rate: IBV_RATE_100_GBPS as u8,
+        packet_life_time_selector: EXACTLY,
+        packet_life_time: PACKET_LIFE_TIME,
+        ..ibv_sa_path_rec::default()
+    }
 }
 
 /// Returns whether binding to an address binds the identifier to the device. A loopback address does not, as in the kernel's rdma_cm,

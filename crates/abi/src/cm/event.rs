@@ -57,8 +57,11 @@ unsafe fn c_event(
     let object = unsafe { known::<IdObject, _>(id) };
     object.show_device(device);
     object.show_addresses();
-    if event.kind == EventKind::RouteResolved {
-        object.c.set(|c| c.route.num_paths = 1);
+    if matches!(
+        event.kind,
+        EventKind::RouteResolved | EventKind::ConnectRequest
+    ) {
+        object.show_path();
     }
     if event.kind == EventKind::Established {
         object.show_qp_state();

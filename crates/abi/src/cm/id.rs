@@ -11,8 +11,9 @@ use anywarp_core::lock::Mutex;
 use anywarp_engine::address::gid_of;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
+use anywarp_engine::config::{Face, config};
 
-use super::address::{c_address, c_port};
+use super::address::{c_address, c_port, path_between};
 use super::addrinfo::Resolved;
 use super::device::Shared;
 use crate::entry;
@@ -50,6 +51,8 @@ pub(super) struct IdObject {
     pub(super) template: Mutex<Option<Template>>,
     connect_data: Mutex<Vec<u8>>,
     pub(super) resolved: Resolved,
+    /// What `c.route.path_rec` points to.
+    path: CStruct<ibv_sa_path_rec>,
     /// Held while `c.qp` is removed, and while a thread writes the state into the queue pair that `c.qp` points to.
     qp_in_use: Mutex<()>,
 }
@@ -133,6 +136,24 @@ impl IdObject {
             }
             addr.addr.ibaddr.pkey = 0xffff;
         });
+    }
+
+    /// Writes the path between the addresses into the C structure. Programs read its path record if there is one path. A device
+    /// of type iWARP has no path records.
+    pub(super) fn show_path(&self) {
+        if config().face == Face::Iwarp {
+            return;
+        }
+        let addr = self.c.get(|c| c.route.addr.addr);
+        // SAFETY: all members of the union are this one.
+        let addr = unsafe { addr.ibaddr };
+        let tos = self.engine.tos();
+        let path = self.path.set(|path| {
+            *path = path_between(&addr, tos);
+            std::ptr::from_mut(path)
+        });
+        self.c
+            .set(|c| (c.route.path_rec, c.route.num_paths) = (path, 1));
     }
 
     /// Writes the device into the C structure, if it is not set yet.
@@ -223,6 +244,7 @@ pub(super) fn make_id(
         template: Mutex::new(None),
         connect_data: Mutex::new(Vec::new()),
         resolved: Resolved::default(),
+        path: CStruct::new(ibv_sa_path_rec::default()),
         qp_in_use: Mutex::new(()),
     });
     set_c_object(&engine.c_object, id);
@@ -404,40 +426,6 @@ pub(super) unsafe fn migrate(id: &IdObject, channel: *mut rdma_event_channel) ->
 }
 
 // ---------------------------------------------------------------------- properties
-
-entry! {
-    /// `rdma_set_option(3)`.
-    ///
-    /// # Safety
-    /// `id` is null or points to a live identifier. `value` is null or points to `len` bytes.
-    unsafe fn rdma_set_option(
-        id: *mut rdma_cm_id, level: c_int, name: c_int, value: *mut c_void, len: usize,
-    ) -> c_int, minus_one, {
-        if value.is_null() || len == 0 {
-            return Err(libc::EINVAL);
-        }
-        // SAFETY: upheld by the caller; an int is read only if `len` is at least its size.
-        let (id, byte, int) = unsafe {
-            let int = (len >= size_of::<c_int>()).then(|| value.cast::<c_int>().read_unaligned());
-            (live::<IdObject, _>(id)?, value.cast::<u8>().read(), int)
-        };
-        let options = &id.engine;
-        match (level, name, int) {
-            (RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, _) => {
-                options.set_tos(byte);
-                Ok(())
-            }
-            (RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, Some(on)) => options.set_options(Some(on != 0), None, None),
-            (RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, Some(on)) => options.set_options(None, Some(on != 0), None),
-            (RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, _) => options.set_options(None, None, Some(byte & 31)),
-            // The kernel chooses the route, so the option has no effect.
-            (RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, _) => Ok(()),
-            _ => return Err(libc::ENOSYS),
-        }
-        .map_err(|e| os_errno(&e))?;
-        Ok(0)
-    }
-}
 
 entry! {
     /// `rdma_get_src_port(3)`, in network byte order.

@@ -8,5 +8,6 @@ pub mod endpoint;
 pub mod event;
 pub mod id;
 pub mod newer;
+pub mod option;
 pub mod qp;
 pub mod text;

@@ -348,6 +348,11 @@ impl CmId {
         self.lock().tos = tos;
     }
 
+    /// The type of service that the program set, or 0.
+    pub fn tos(&self) -> u8 {
+        self.lock().tos
+    }
+
     /// Sets the service level and the type of service of a queue pair before it is connected.
     fn apply_tos(&self, qp: &RcQp) {
         let tos = self.lock().tos;
