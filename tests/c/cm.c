@@ -506,6 +506,7 @@ static const char *reject(size_t len)
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	TRY(new_client(&s, RDMA_PS_TCP));
+	TRY(post_any_recv(s.client, 9));
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
 	TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
 	keep(close_id, t.id, "requested rdma_cm_id");
@@ -516,10 +517,34 @@ static const char *reject(size_t len)
 	if (!only_over_tcp())
 		ENSURE(t.conn.initiator_depth, "the rejection does not say how many Reads the peer serves");
 	TRY(data_is(&t, no, len));
+	TRY(expect_status(s.client->recv_cq, 9, IBV_WC_WR_FLUSH_ERR));
 	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
 	/* The listener still accepts. */
 	TRY(connect_both(&s));
 	return traffic(s.client, s.server);
+}
+
+/* rdma_disconnect flushes the queue pair of a connection that the peer has not answered, and the attempt to connect still ends with an event. */
+static const char *disconnect_early(size_t accepts)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct fixture s;
+	struct event_copy t;
+
+	TRY(only_over_tcp());
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	TRY(post_any_recv(s.client, 9));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
+	TRY(expect_status(s.client->recv_cq, 9, IBV_WC_WR_FLUSH_ERR));
+	if (accepts) {
+		ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+		return event(s.client_channel, RDMA_CM_EVENT_CONNECT_ERROR, NULL);
+	}
+	ENSURE(!rdma_reject(s.server, NULL, 0), "rdma_reject: %s", strerror(errno));
+	return event(s.client_channel, RDMA_CM_EVENT_REJECTED, NULL);
 }
 
 /* A connection to a port without a listener is refused. */
@@ -2417,6 +2442,8 @@ static const struct test tests[] = {
 	{ "dummy_qp_server_destroyed", dummy_qp_connection, SERVER_GOES, 0, false },
 	{ "dummy_qp_client_destroyed_early", dummy_qp_connection, CLIENT_GOES_EARLY, 0, false },
 	{ "dummy_qp_server_rejects", dummy_qp_connection, SERVER_REJECTS, 0, false },
+	{ "disconnect_before_reject", disconnect_early, 0, 0, false },
+	{ "disconnect_before_accept", disconnect_early, 1, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "never_answered", never_answered, 0, 0, false },
 	{ "invalid_answer", invalid_answer, 0, 0, false },

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anywarp_core::bounds;
 use anywarp_core::error::PeerError;
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, RtrForms};
+use anywarp_core::verbs::qp::State as QpState;
 
 use super::state::{Input, Phase};
 use super::{CmId, ConnParam, EventKind, REJECT_CONSUMER, REJECT_NO_LISTENER, event_depths, os};
@@ -15,7 +16,7 @@ use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Start
 use crate::log;
 use crate::net::socket::local_addr;
 use crate::net::tcp;
-use crate::qp::Manager;
+use crate::qp::{Manager, RcQp};
 
 /// For how long a connection to a closed TCP port is attempted again before it fails.
 ///
@@ -124,7 +125,10 @@ impl CmId {
         }
         let (ird, ord, ..) = self.agreed();
         let private_data = opened.private_data.clone();
-        match self.connected_qp() {
+        // A queue pair that the program has moved to the error state meanwhile cannot be connected.
+        let usable = |qp: &RcQp, own: bool| !own || qp.query().0 != QpState::Error;
+        let qp = self.connected_qp().filter(|(qp, own)| usable(qp, *own));
+        match qp {
             Some((qp, own)) => {
                 self.make_ready(&qp, own, ird, ord);
                 // This event has to precede those that the first bytes may raise.
@@ -171,6 +175,10 @@ impl CmId {
             "cm: connecting to {} failed: {failure:?}",
             startup.peer
         );
+        // As in librdmacm, a rejected queue pair fails: the program gets the receives back that it has posted.
+        if matches!(failure, Failure::Rejected { .. }) {
+            self.fail_qp();
+        }
         match failure {
             Failure::Rejected {
                 private_data,

@@ -652,13 +652,26 @@ impl CmId {
 
     // ------------------------------------------------------------------ the end
 
+    /// Moves the queue pair of this identifier to the error state, if there is one. Its requests are flushed.
+    fn fail_qp(&self) {
+        let qp = self.lock().qp.clone();
+        if let Some(qp) = qp {
+            qp.disconnect();
+        }
+    }
+
     /// Disconnects (`rdma_disconnect(3)`). Both ends get an event.
     ///
-    /// Returns false if the connection has ended already, so that no further event follows.
+    /// Returns false if no event follows: the connection has ended already, or there is none yet.
     pub fn disconnect(&self) -> io::Result<bool> {
         let phase = self.lock().phase;
         match phase {
             Phase::Connected | Phase::Accepting => {}
+            Phase::Connecting => {
+                // The queue pair fails at once. The event that follows reports how the attempt to connect ends.
+                self.fail_qp();
+                return Ok(false);
+            }
             Phase::Over => {
                 // The peer has disconnected, and the queue pair may be as before (`StreamConfig::stays`).
                 if let Some((qp, _)) = self.connected_qp() {
@@ -666,7 +679,11 @@ impl CmId {
                 }
                 return Ok(false);
             }
-            _ => return Err(os(libc::EINVAL)),
+            _ => {
+                // As in librdmacm, the queue pair fails although there is no connection.
+                self.fail_qp();
+                return Err(os(libc::EINVAL));
+            }
         }
         match self.connected_qp() {
             Some((qp, _)) => qp.disconnect(),
