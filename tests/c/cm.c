@@ -547,6 +547,45 @@ static const char *disconnect_early(size_t accepts)
 	return event(s.client_channel, RDMA_CM_EVENT_REJECTED, NULL);
 }
 
+/*
+ * Without parameters, or with the largest values, rdma_accept takes the numbers of Reads from the request. It ignores the number of
+ * retries: the queue pair has that of the request.
+ */
+static const char *accept_as_requested(size_t with_parameters)
+{
+	struct rdma_conn_param p = params(NULL, 0), most = {
+		.responder_resources = RDMA_MAX_RESP_RES, .initiator_depth = RDMA_MAX_INIT_DEPTH, .rnr_retry_count = 7,
+	};
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR };
+	struct ibv_qp_init_attr init;
+	struct event_copy t;
+	struct fixture s;
+	int mask, rc;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	p.responder_resources = 3;
+	p.initiator_depth = 1;
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!rdma_init_qp_attr(s.server, &attr, &mask), "rdma_init_qp_attr: %s", strerror(errno));
+	ENSURE(attr.max_dest_rd_atomic == 1, "max_dest_rd_atomic %u of a request, expected 1", attr.max_dest_rd_atomic);
+	attr.qp_state = IBV_QPS_RTS;
+	ENSURE(!rdma_init_qp_attr(s.server, &attr, &mask), "rdma_init_qp_attr: %s", strerror(errno));
+	ENSURE(attr.max_rd_atomic == 3, "max_rd_atomic %u of a request, expected 3", attr.max_rd_atomic);
+	ENSURE(!rdma_accept(s.server, with_parameters ? &most : NULL), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, &t));
+	ENSURE(t.conn.initiator_depth == 1 && t.conn.responder_resources == 3, "initiator_depth %u, responder_resources %u",
+	       t.conn.initiator_depth, t.conn.responder_resources);
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	rc = ibv_query_qp(s.server->qp, &attr, IBV_QP_RETRY_CNT | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC, &init);
+	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
+	ENSURE(attr.max_dest_rd_atomic == 1 && attr.max_rd_atomic == 3, "max_dest_rd_atomic %u, max_rd_atomic %u",
+	       attr.max_dest_rd_atomic, attr.max_rd_atomic);
+	ENSURE(attr.retry_cnt == 7, "retry_cnt %u, expected 7", attr.retry_cnt);
+	return traffic(s.client, s.server);
+}
+
 /* A connection to a port without a listener is refused. */
 static const char *refused(size_t arg)
 {
@@ -2444,6 +2483,8 @@ static const struct test tests[] = {
 	{ "dummy_qp_server_rejects", dummy_qp_connection, SERVER_REJECTS, 0, false },
 	{ "disconnect_before_reject", disconnect_early, 0, 0, false },
 	{ "disconnect_before_accept", disconnect_early, 1, 0, false },
+	{ "accept_without_parameters", accept_as_requested, 0, 0, false },
+	{ "accept_most", accept_as_requested, 1, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "never_answered", never_answered, 0, 0, false },
 	{ "invalid_answer", invalid_answer, 0, 0, false },

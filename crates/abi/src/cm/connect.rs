@@ -101,11 +101,12 @@ entry! {
     }
 }
 
-/// Converts connection parameters. Null stands for the largest values that the device supports.
+/// Converts connection parameters. `most` is the largest number of responder resources and the largest initiator depth; it replaces a
+/// null pointer and the values `RDMA_MAX_RESP_RES` and `RDMA_MAX_INIT_DEPTH`.
 ///
 /// # Safety
 /// `param` is null or valid with its private data.
-unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
+unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject, most: (u8, u8)) -> ConnParam {
     let qp_num = if id.qp().is_null() {
         0
     } else {
@@ -116,25 +117,19 @@ unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
     let Ok(p) = (unsafe { arg(param) }) else {
         return ConnParam {
             private_data: Vec::new(),
-            responder_resources: bounds::MAX_RD_ATOMIC,
-            initiator_depth: bounds::MAX_RD_ATOMIC,
+            responder_resources: most.0,
+            initiator_depth: most.1,
             retry_count: 7,
             rnr_retry_count: 7,
             qp_num,
         };
     };
-    let depth = |n: u8| {
-        if n == RDMA_MAX_RESP_RES {
-            bounds::MAX_RD_ATOMIC
-        } else {
-            n
-        }
-    };
+    let depth = |n: u8, max: u8, most: u8| if n == max { most } else { n };
     ConnParam {
         // SAFETY: `private_data_len` is the length of the private data (guaranteed by the caller).
         private_data: unsafe { bytes_of(p.private_data, p.private_data_len) },
-        responder_resources: depth(p.responder_resources),
-        initiator_depth: depth(p.initiator_depth),
+        responder_resources: depth(p.responder_resources, RDMA_MAX_RESP_RES, most.0),
+        initiator_depth: depth(p.initiator_depth, RDMA_MAX_INIT_DEPTH, most.1),
         retry_count: p.retry_count,
         rnr_retry_count: p.rnr_retry_count,
         qp_num: if qp_num != 0 { qp_num } else { p.qp_num },
@@ -151,7 +146,7 @@ entry! {
         let (id, param) = unsafe {
             let id = live::<IdObject, _>(id)?;
             take_over_qp(id);
-            (id, param_of(param, id))
+            (id, param_of(param, id, (bounds::MAX_RD_ATOMIC, bounds::MAX_RD_ATOMIC)))
         };
         // The private data of `rdma_create_ep` precedes that of this call. An event contains the length of both as one byte.
         let mut data = id.connect_data();
@@ -175,7 +170,7 @@ entry! {
         let (id, param) = unsafe {
             let id = live::<IdObject, _>(id)?;
             take_over_qp(id);
-            (id, param_of(param, id))
+            (id, param_of(param, id, id.engine.offered()))
         };
         if id.is_datagram() {
             // Datagram queue pairs: the response is a datagram, and no event follows. So nothing else would acknowledge the event of the

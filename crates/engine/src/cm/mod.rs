@@ -615,16 +615,20 @@ impl CmId {
         let state = self.lock();
         // Before the connection is accepted, these are the values of the peer's request. An MPA Request contains no
         // retries: 7 retries is the maximum, and 7 RNR retries means no limit.
-        let (retry, rnr_retry) = match state.phase {
-            Phase::Requested => (7, 7),
-            _ => (state.param.retry_count, state.param.rnr_retry_count),
-        };
-        (
-            state.param.responder_resources,
-            state.param.initiator_depth,
-            retry,
-            rnr_retry,
-        )
+        match state.phase {
+            Phase::Requested => (state.offered.0, state.offered.1, 7, 7),
+            _ => (
+                state.param.responder_resources,
+                state.param.initiator_depth,
+                state.param.retry_count,
+                state.param.rnr_retry_count,
+            ),
+        }
+    }
+
+    /// Responder resources and initiator depth of the connect request for which this identifier was created.
+    pub fn offered(&self) -> (u8, u8) {
+        self.lock().offered
     }
 
     /// Adds an event of an established connection, with the depths in the peer's frame, or else the agreed ones.

@@ -166,6 +166,12 @@ impl CmId {
 
     /// Accepts a connect request (`rdma_accept(3)`).
     pub fn accept(&self, param: ConnParam) -> io::Result<()> {
+        // `rdma_accept(3)` ignores the number of retries, so many programs leave it 0. On InfiniBand it is that of the connect
+        // request, but an MPA Request contains none. With 0 retries a short outage of the network would end the connection.
+        let param = ConnParam {
+            retry_count: 7,
+            ..param
+        };
         if self.is_datagram() {
             let private_data = param.private_data.clone();
             self.lock().param = param;
@@ -207,12 +213,13 @@ impl CmId {
             }
         };
         let at_once = !opened.expects_rtr;
-        self.make_ready(
-            &qp,
-            own,
-            u8::try_from(opened.params.ird).unwrap_or(0),
-            u8::try_from(opened.params.ord).unwrap_or(0),
-        );
+        let ird = u8::try_from(opened.params.ird).unwrap_or(0);
+        let ord = u8::try_from(opened.params.ord).unwrap_or(0);
+        {
+            let mut state = self.lock();
+            (state.param.responder_resources, state.param.initiator_depth) = (ird, ord);
+        }
+        self.make_ready(&qp, own, ird, ord);
         qp.attach_managed(opened, false, self.stays());
         self.ready_private_qp();
         if at_once {
