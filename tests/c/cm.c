@@ -1480,12 +1480,14 @@ static void *endpoint_client(void *arg)
 }
 
 /* rdma_create_ep on both sides, with the functions of rdma_verbs.h. */
-static const char *endpoints(size_t arg)
+static const char *endpoints(size_t own_pd)
 {
 	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *list;
 	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
 	struct endpoint_fixture s = { .node = getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1" };
 	struct rdma_cm_id *listener, *id;
+	struct ibv_context **devices;
+	struct ibv_pd *pd = NULL;
 	struct ibv_mr *mr;
 	struct ibv_wc wc;
 	static uint8_t word[16];
@@ -1493,19 +1495,27 @@ static const char *endpoints(size_t arg)
 	void *result;
 	int rc;
 
-	(void)arg;
 	init.cap.max_inline_data = 16;
-	rc = rdma_getaddrinfo(s.node, "0", &hints, &list);
+	if (own_pd) {
+		devices = rdma_get_devices(NULL);
+		ENSURE(devices && devices[0], "rdma_get_devices: %s", strerror(errno));
+		pd = ibv_alloc_pd(devices[0]);
+		rdma_free_devices(devices);
+		ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
+		keep(close_pd, pd, "protection domain");
+	}
+	rc = rdma_getaddrinfo(own_pd ? NULL : s.node, "0", &hints, &list);
 	ENSURE(!rc, "rdma_getaddrinfo: %s", rc == -1 ? strerror(errno) : gai_strerror(rc));
 	keep(close_list, list, "address list");
-	ENSURE(!rdma_create_ep(&listener, list, NULL, &init), "rdma_create_ep: %s", strerror(errno));
+	ENSURE(!rdma_create_ep(&listener, list, pd, &init), "rdma_create_ep: %s", strerror(errno));
 	keep(close_ep, listener, "endpoint");
+	ENSURE(!own_pd || listener->pd == pd, "the listener does not show its protection domain");
 	ENSURE(!rdma_listen(listener, 0), "rdma_listen: %s", strerror(errno));
 	snprintf(s.service, sizeof s.service, "%u", ntohs(rdma_get_src_port(listener)));
 	ENSURE(!pthread_create(&thread, NULL, endpoint_client, &s), "pthread_create");
 	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
 	ENSURE(id->qp, "rdma_get_request creates no queue pair although rdma_create_ep had its attributes");
-	mr = rdma_reg_msgs(id, word, sizeof word);
+	mr = rdma_reg_msgs(own_pd ? listener : id, word, sizeof word);
 	ENSURE(mr, "rdma_reg_msgs: %s", strerror(errno));
 	ENSURE(!rdma_post_recv(id, (void *)1, word, sizeof word, mr), "rdma_post_recv: %s", strerror(errno));
 	ENSURE(!rdma_accept(id, NULL), "rdma_accept: %s", strerror(errno));
@@ -2506,6 +2516,7 @@ static const struct test tests[] = {
 	{ "nonblocking_channel", nonblocking_channel, 0, 0, false },
 	{ "synchronous", synchronous, 0, 0, false },
 	{ "endpoints", endpoints, 0, 0, false },
+	{ "endpoints_with_protection_domain", endpoints, 1, 0, false },
 	{ "datagram_endpoints", datagram_endpoints, 0, 0, false },
 	{ "connect_data", connect_data, 0, 0, false },
 	{ "event_later_without_descriptors", event_without_descriptors, 1, 0, true },

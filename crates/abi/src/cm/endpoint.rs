@@ -1,14 +1,13 @@
 //! Endpoints: `rdma_create_ep(3)`, which performs all steps before connecting, and `rdma_get_request(3)`.
 
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicPtr, Ordering};
 
 use anywarp_engine::cm::CmId;
 
 use super::address::bytes_of;
 use super::connect::{bind, resolve};
 use super::event::{rdma_get_cm_event, step};
-use super::id::{IdObject, Template, acknowledge, create_id, destroy_id, migrate};
+use super::id::{IdObject, acknowledge, create_id, destroy_id, migrate};
 use super::qp::{create_plain_qp, destroy_qp, destroy_srq};
 use crate::entry;
 use crate::ffi::{Errno, arg, minus_one, null, put};
@@ -31,11 +30,11 @@ unsafe fn prepare(
     if info.ai_flags & RAI_PASSIVE != 0 {
         // SAFETY: the addresses of `info` are valid (guaranteed by the caller).
         unsafe { bind(object, info.ai_src_addr) }?;
-        let template = Template {
-            pd: AtomicPtr::new(pd),
-            init: init.copied(),
-        };
-        *object.template.lock() = Some(template);
+        // The program registers memory with this domain before the first request arrives.
+        if !pd.is_null() {
+            object.c.set(|c| c.pd = pd);
+        }
+        *object.template.lock() = init.copied();
         return Ok(());
     }
     // SAFETY: the addresses of `info` are valid (guaranteed by the caller).
@@ -126,14 +125,11 @@ unsafe fn equip(listen: &IdObject, made: *mut rdma_cm_id) -> Result<(), Errno> {
     let child = unsafe { known::<IdObject, _>(made) };
     // SAFETY: a null channel is valid and makes the identifier synchronous.
     unsafe { migrate(child, std::ptr::null_mut()) }?;
-    let template = listen
-        .template
-        .lock()
-        .as_ref()
-        .and_then(|t| t.init.map(|init| (t.pd.load(Ordering::Relaxed), init)));
-    if let Some((pd, mut init)) = template {
-        init.qp_type = child.c.get(|c| c.qp_type);
-        // SAFETY: the program keeps the objects of the template live as long as the listener.
+    let template = *listen.template.lock();
+    if let Some(mut init) = template {
+        let (pd, qp_type) = (listen.c.get(|c| c.pd), child.c.get(|c| c.qp_type));
+        init.qp_type = qp_type;
+        // SAFETY: the program keeps the objects of the template, and the listener's protection domain, live as long as the listener.
         unsafe { create_plain_qp(made, pd, &mut init) }?;
     }
     Ok(())

@@ -4,7 +4,7 @@
 //! for its event, and the event stays in `id->event` until the next step.
 
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
 use anywarp_core::lock::Mutex;
@@ -36,19 +36,14 @@ pub(super) struct ChannelObject {
 // SAFETY: `repr(C)`; an `rdma_event_channel` comes first.
 unsafe impl Object<rdma_event_channel> for ChannelObject {}
 
-/// The arguments of `rdma_create_ep` for the queue pairs of connect requests.
-pub(super) struct Template {
-    pub(super) pd: AtomicPtr<ibv_pd>,
-    pub(super) init: Option<ibv_qp_init_attr>,
-}
-
 /// An identifier.
 #[repr(C)]
 pub(super) struct IdObject {
     pub(super) c: CStruct<rdma_cm_id>,
     pub(super) engine: Arc<CmId>,
     pub(super) acks: Acks,
-    pub(super) template: Mutex<Option<Template>>,
+    /// The argument of `rdma_create_ep` for the queue pairs of connect requests.
+    pub(super) template: Mutex<Option<ibv_qp_init_attr>>,
     connect_data: Mutex<Vec<u8>>,
     pub(super) resolved: Resolved,
     /// What `c.route.path_rec` points to.
@@ -161,8 +156,10 @@ impl IdObject {
         self.c.set(|c| {
             if c.verbs.is_null() {
                 c.verbs = device.context();
-                c.pd = device.pd();
                 c.port_num = 1;
+                if c.pd.is_null() {
+                    c.pd = device.pd();
+                }
             }
         });
     }
