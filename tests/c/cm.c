@@ -1680,6 +1680,46 @@ static const char *lookups(size_t arg)
 	return NULL;
 }
 
+/* Datagrams of RDMA_PS_IB, in which the type of the queue pair decides how ids connect. */
+static const char *ib_datagrams(size_t arg)
+{
+	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_qp_type = IBV_QPT_UD, .ai_port_space = RDMA_PS_IB }, *list;
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_UD);
+	struct rdma_conn_param p = params("hello", 5);
+	const char *node = getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1";
+	struct rdma_cm_id *listener, *server, *client;
+	struct rdma_event_channel *channel;
+	struct rdma_cm_event *got;
+	char service[8];
+
+	(void)arg;
+	TRY(new_event_channel(&channel));
+	TRY(one_lookup("passive side", node, "0", &hints, &list));
+	ENSURE(!rdma_create_ep(&listener, list, NULL, &init), "rdma_create_ep: %s", strerror(errno));
+	keep(close_ep, listener, "listener");
+	ENSURE(!rdma_listen(listener, 0), "rdma_listen: %s", strerror(errno));
+	snprintf(service, sizeof service, "%u", ntohs(rdma_get_src_port(listener)));
+	hints.ai_flags = 0;
+	TRY(one_lookup("active side", node, service, &hints, &list));
+	ENSURE(!rdma_create_ep(&client, list, NULL, &init), "rdma_create_ep: %s", strerror(errno));
+	keep(close_ep, client, "client");
+	ENSURE(!rdma_migrate_id(client, channel), "rdma_migrate_id: %s", strerror(errno));
+	ENSURE(!rdma_connect(client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(readable(listener->channel->fd, WAIT_MS));
+	ENSURE(!rdma_get_request(listener, &server), "rdma_get_request: %s", strerror(errno));
+	keep(close_ep, server, "server");
+	ENSURE(server->event->param.ud.private_data_len >= 5 && !memcmp(server->event->param.ud.private_data, "hello", 5),
+	       "the private data is not that of the peer");
+	ENSURE(!rdma_accept(server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(readable(channel->fd, WAIT_MS));
+	ENSURE(!rdma_get_cm_event(channel, &got), "rdma_get_cm_event: %s", strerror(errno));
+	ENSURE(got->event == RDMA_CM_EVENT_ESTABLISHED, "event %s, status %d", rdma_event_str(got->event), got->status);
+	ENSURE(got->param.ud.qp_num == server->qp->qp_num && got->param.ud.qkey == RDMA_UDP_QKEY, "queue pair %#x, Q_Key %#x",
+	       got->param.ud.qp_num, got->param.ud.qkey);
+	ENSURE(!rdma_ack_cm_event(got), "rdma_ack_cm_event: %s", strerror(errno));
+	return NULL;
+}
+
 /* Calls in a wrong state or with a wrong address return an error. */
 static const char *misuse(size_t arg)
 {
@@ -2518,6 +2558,7 @@ static const struct test tests[] = {
 	{ "endpoints", endpoints, 0, 0, false },
 	{ "endpoints_with_protection_domain", endpoints, 1, 0, false },
 	{ "datagram_endpoints", datagram_endpoints, 0, 0, false },
+	{ "ib_datagrams", ib_datagrams, 0, 0, false },
 	{ "connect_data", connect_data, 0, 0, false },
 	{ "event_later_without_descriptors", event_without_descriptors, 1, 0, true },
 	{ "event_never_without_descriptors", event_without_descriptors, 0, 0, true },

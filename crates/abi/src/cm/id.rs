@@ -269,7 +269,11 @@ pub(super) unsafe fn create_id(
     let channel = if sync { create_channel()? } else { channel };
     // SAFETY: the channel was created above, or is live (guaranteed by the caller).
     let events = unsafe { live::<ChannelObject, _>(channel) }?;
-    let engine = match CmId::new(&events.engine, space) {
+    let made = match (space, qp_type) {
+        (PortSpace::Ib, Some(IBV_QPT_UD)) => CmId::new_ib_datagram(&events.engine),
+        _ => CmId::new(&events.engine, space),
+    };
+    let engine = match made {
         Ok(engine) => engine,
         Err(e) => {
             if sync {

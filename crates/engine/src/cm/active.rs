@@ -28,7 +28,7 @@ const RETRY_REFUSED: Duration = Duration::from_millis(400);
 impl CmId {
     /// Connects (`rdma_connect(3)`).
     pub fn connect(&self, param: ConnParam) -> io::Result<()> {
-        if self.is_datagram() {
+        if self.is_datagram {
             return self.request_qp(param);
         }
         if param.private_data.len() > bounds::PRIVATE_DATA_MAX {

@@ -204,9 +204,10 @@ impl State {
     }
 
     /// Address and options of a bind to `to`.
-    fn bind_request(&self, space: PortSpace, to: SocketAddr) -> BindRequest {
+    fn bind_request(&self, id: &CmId, to: SocketAddr) -> BindRequest {
         BindRequest {
-            space,
+            space: id.port_space,
+            is_stream: !id.is_datagram,
             to,
             reuse: self.reuse,
             v6only: self.v6only,
@@ -226,6 +227,8 @@ pub struct CmId {
     pub c_object: AtomicUsize,
     /// Its port space.
     pub port_space: PortSpace,
+    /// Whether it connects datagram queue pairs. In [`PortSpace::Ib`] the type of the queue pairs decides this.
+    is_datagram: bool,
     /// Whether the program has no channel from which it takes events of this identifier.
     pub is_synchronous: AtomicBool,
     me: Weak<Self>,
@@ -250,19 +253,28 @@ fn os(errno: i32) -> io::Error {
 impl CmId {
     /// Creates an identifier whose events are queued in `channel`.
     pub fn new(channel: &Arc<EventChannel>, port_space: PortSpace) -> io::Result<Arc<Self>> {
-        Ok(Self::make(engine()?, channel, port_space, Rank::CmId))
+        let is_datagram = matches!(port_space, PortSpace::Udp | PortSpace::Ipoib);
+        let kind = (port_space, is_datagram);
+        Ok(Self::make(engine()?, channel, kind, Rank::CmId))
+    }
+
+    /// Like [`Self::new`], for datagram queue pairs in the port space [`PortSpace::Ib`].
+    pub fn new_ib_datagram(channel: &Arc<EventChannel>) -> io::Result<Arc<Self>> {
+        let kind = (PortSpace::Ib, true);
+        Ok(Self::make(engine()?, channel, kind, Rank::CmId))
     }
 
     fn make(
         engine: &'static Engine,
         channel: &Arc<EventChannel>,
-        port_space: PortSpace,
+        (port_space, is_datagram): (PortSpace, bool),
         rank: Rank,
     ) -> Arc<Self> {
         let id = Arc::new_cyclic(|me| Self {
             engine,
             c_object: AtomicUsize::new(0),
             port_space,
+            is_datagram,
             is_synchronous: AtomicBool::new(false),
             me: me.clone(),
             state: Mutex::new(
@@ -302,10 +314,6 @@ impl CmId {
         let listener: Arc<dyn gids::Listener> = Arc::clone(&id) as _;
         gids::listen(engine, Arc::downgrade(&listener));
         id
-    }
-
-    fn is_datagram(&self) -> bool {
-        matches!(self.port_space, PortSpace::Udp | PortSpace::Ipoib)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -370,7 +378,7 @@ impl CmId {
     pub fn bind(&self, to: SocketAddr) -> io::Result<()> {
         let mut state = self.lock();
         state.allows(Input::Bind)?;
-        let bind_request = state.bind_request(self.port_space, unmapped(to));
+        let bind_request = state.bind_request(self, unmapped(to));
         let id: Weak<dyn Holder> = self.me.clone();
         let bound = ports::take(self.engine, &id, bind_request)?;
         state.local = Some(bound.local);
@@ -388,14 +396,14 @@ impl CmId {
         }
         let mut state = self.lock();
         state.allows(Input::Bind)?;
-        let bind_request = state.bind_request(self.port_space, unmapped(from));
+        let bind_request = state.bind_request(self, unmapped(from));
         let fd = bind_request
             .stream(0)?
             .ok_or_else(|| os(libc::EADDRINUSE))?;
         let mut local = bind_request.to;
         local.set_port(local_addr(&fd).map_or(0, |a| a.port()));
         state.local = Some(local);
-        if !self.is_datagram() {
+        if !self.is_datagram {
             state.bound = Some(fd);
         }
         state.step(Input::Bind)
@@ -423,7 +431,7 @@ impl CmId {
         };
         let source = match target.ip() {
             // A link-local address is complete only with its interface, which the GID of a datagram's destination does not contain.
-            IpAddr::V6(ip) if self.is_datagram() && ip.is_unicast_link_local() => {
+            IpAddr::V6(ip) if self.is_datagram && ip.is_unicast_link_local() => {
                 Err(os(libc::EADDRNOTAVAIL))
             }
             _ => source_for(target),
@@ -699,7 +707,7 @@ impl CmId {
 
     /// Destroys the identifier and drops its queued events. A connect request that was not answered is rejected.
     pub fn destroy(&self) {
-        if self.is_datagram() {
+        if self.is_datagram {
             // Without an answer the requester repeats its request, and each repetition would be a new connect request. This fails if the
             // identifier has no unanswered request, or if its listener, whose socket sends the answer, does not exist any more.
             let _ = self.reply(false, &[]);

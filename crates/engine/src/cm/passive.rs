@@ -138,7 +138,7 @@ impl CmId {
         }
         let mut state = self.lock();
         state.allows(Input::Listen)?;
-        if self.is_datagram() {
+        if self.is_datagram {
             return self.listen_udp(&mut state, backlog);
         }
         let backlog = if backlog <= 0 { 1024 } else { backlog };
@@ -172,7 +172,7 @@ impl CmId {
             retry_count: 7,
             ..param
         };
-        if self.is_datagram() {
+        if self.is_datagram {
             let private_data = param.private_data.clone();
             self.lock().param = param;
             return self.reply(true, &private_data);
@@ -230,7 +230,7 @@ impl CmId {
 
     /// Rejects a connect request (`rdma_reject(3)`).
     pub fn reject(&self, private_data: &[u8]) -> io::Result<()> {
-        if self.is_datagram() {
+        if self.is_datagram {
             return self.reply(false, private_data);
         }
         if private_data.len() > bounds::PRIVATE_DATA_MAX {
@@ -316,7 +316,8 @@ impl CmId {
             let _ = startup.reject(&[]);
             return;
         }
-        let child = Self::make(self.engine, &channel, self.port_space, Rank::CmRequest);
+        let kind = (self.port_space, self.is_datagram);
+        let child = Self::make(self.engine, &channel, kind, Rank::CmRequest);
         let (responder_resources, initiator_depth) = event_depths(Depths {
             ird: request.ird.unwrap_or(u16::MAX),
             ord: request.ord.unwrap_or(u16::MAX),

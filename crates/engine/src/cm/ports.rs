@@ -49,7 +49,7 @@ pub enum PortSpace {
     Udp = 0x0111,
     /// IPoIB multicast, which is handled like [`Self::Udp`].
     Ipoib = 0x0002,
-    /// Any service of InfiniBand, which is handled like [`Self::Tcp`].
+    /// Any service of InfiniBand: handled like [`Self::Tcp`] for connections, and like [`Self::Udp`] for datagrams.
     Ib = 0x013f,
 }
 
@@ -152,16 +152,14 @@ impl Drop for PortReservation {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BindRequest {
     pub(super) space: PortSpace,
+    /// Whether the identifier connects streams, not datagram queue pairs.
+    pub(super) is_stream: bool,
     pub(super) to: SocketAddr,
     pub(super) reuse: bool,
     pub(super) v6only: bool,
 }
 
 impl BindRequest {
-    fn is_stream(self) -> bool {
-        matches!(self.space, PortSpace::Tcp | PortSpace::Ib)
-    }
-
     fn port(self, number: u16) -> Port {
         Port {
             space: self.space as u16,
@@ -239,7 +237,7 @@ pub(super) fn take(
     bind_request: BindRequest,
 ) -> io::Result<Bound> {
     if bind_request.to.port() != 0 {
-        let tcp = match bind_request.is_stream() && !config().ports_apart {
+        let tcp = match bind_request.is_stream && !config().ports_apart {
             true => bind_request.stream(bind_request.to.port())?,
             false => None,
         };
@@ -250,14 +248,14 @@ pub(super) fn take(
     loop {
         left -= 1;
         // The kernel selects a number that no socket of this kind has.
-        let fd = if bind_request.is_stream() {
+        let fd = if bind_request.is_stream {
             bind_request.stream(0)?.ok_or(Errno::ADDRINUSE)?
         } else {
             bind_request.datagram()?
         };
         let number = local_addr(&fd).map_or(0, |a| a.port());
         let local = at_port(bind_request.to, number);
-        let tcp = (bind_request.is_stream() && !config().ports_apart).then_some(fd);
+        let tcp = (bind_request.is_stream && !config().ports_apart).then_some(fd);
         let bound = reserve(engine, id, bind_request, local, tcp);
         let is_good = match &bound {
             Ok(bound) => bound.reservation.signpost.is_some(),

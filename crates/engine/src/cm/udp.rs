@@ -242,7 +242,8 @@ impl CmId {
             }
             Arc::clone(&state.channel)
         };
-        let child = Self::make(self.engine, &channel, self.port_space, Rank::CmRequest);
+        let kind = (self.port_space, self.is_datagram);
+        let child = Self::make(self.engine, &channel, kind, Rank::CmRequest);
         {
             let local = self.lock().local;
             let mut state = child.lock();
@@ -370,7 +371,7 @@ impl CmId {
         let datagram = {
             let mut state = self.lock();
             let is_bound = state.local.is_some_and(|l| !l.ip().is_unspecified());
-            if state.datagram.is_none() && !(self.is_datagram() && is_bound) {
+            if state.datagram.is_none() && !(self.is_datagram && is_bound) {
                 return Err(os(libc::EINVAL));
             }
             state.groups.push((group, receives));
