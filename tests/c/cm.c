@@ -197,6 +197,8 @@ static const char *listen_at(struct fixture *s, int family, enum rdma_port_space
 static const char *resolve(struct fixture *s, struct rdma_cm_id *id)
 {
 	ENSURE(!rdma_resolve_addr(id, NULL, sa(&s->address), 2000), "rdma_resolve_addr: %s", strerror(errno));
+	ENSURE(rdma_get_peer_addr(id)->sa_family == sa(&s->address)->sa_family && rdma_get_dst_port(id),
+	       "rdma_resolve_addr does not show the destination at once");
 	TRY(event(s->client_channel, RDMA_CM_EVENT_ADDR_RESOLVED, NULL));
 	ENSURE(id->verbs, "no device for a resolved address");
 	ENSURE(!rdma_resolve_route(id, 2000), "rdma_resolve_route: %s", strerror(errno));
@@ -1750,6 +1752,12 @@ static const char *misuse(size_t arg)
 	       strerror(errno));
 	a.ss.ss_family = 250;
 	ENSURE(rdma_bind_addr(id, sa(&a)) == -1, "rdma_bind_addr accepts an unknown family");
+	ENSURE(rdma_resolve_addr(id, sa(&a), sa(&s.address), 100) == -1 && errno == EINVAL,
+	       "rdma_resolve_addr from an unknown family: %s", strerror(errno));
+	TRY(own_address(&a, AF_INET6, 0));
+	ENSURE(rdma_resolve_addr(id, sa(&a), sa(&s.address), 100) == -1 && errno == EINVAL,
+	       "rdma_resolve_addr from an address of another family: %s", strerror(errno));
+	ENSURE(!rdma_get_dst_port(id) && !rdma_get_peer_addr(id)->sa_family, "a destination that was refused is shown");
 	ENSURE(rdma_create_id(channel, &other, NULL, (enum rdma_port_space)0x1234) == -1,
 	       "rdma_create_id accepts an unknown port space");
 	/* the id can still be used for a connection */

@@ -6,9 +6,9 @@ use anywarp_core::bounds;
 use anywarp_engine::cm::{CmId, ConnParam};
 use libc::sockaddr;
 
-use super::address::{address_of, bytes_of, names_device, needed_address};
+use super::address::{address_of, bytes_of, c_address, names_device, needed_address};
 use super::device::shared;
-use super::event::{complete, step};
+use super::event::{complete, prepare_wait, step};
 use super::id::IdObject;
 use super::qp::take_over_qp;
 use crate::entry;
@@ -57,8 +57,18 @@ pub(super) unsafe fn resolve(
     dst: *const sockaddr,
 ) -> Result<(), Errno> {
     // SAFETY: upheld by the caller.
-    let (src, dst) = unsafe { (address_of(src), needed_address(dst)?) };
-    step(id, |engine| engine.resolve_addr(src, dst))
+    let (from, dst) = unsafe { (address_of(src), needed_address(dst)?) };
+    if from.is_none() && !src.is_null() {
+        return Err(libc::EINVAL);
+    }
+    prepare_wait(id)?;
+    // The program may read the address when this call has returned, and when an event reports that it was not resolved.
+    let before = id.show_destination(c_address(dst));
+    if let Err(e) = id.engine.resolve_addr(from, dst) {
+        id.show_destination(before);
+        return Err(os_errno(&e));
+    }
+    complete(id)
 }
 
 entry! {

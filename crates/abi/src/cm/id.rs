@@ -13,7 +13,7 @@ use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
 use anywarp_engine::config::{Face, config};
 
-use super::address::{c_address, c_port, path_between};
+use super::address::{address_of, c_address, c_port, path_between};
 use super::addrinfo::Resolved;
 use super::device::Shared;
 use crate::entry;
@@ -131,6 +131,11 @@ impl IdObject {
             }
             addr.addr.ibaddr.pkey = 0xffff;
         });
+    }
+
+    /// Writes an address that is about to be resolved into the C structure, and returns the previous one.
+    pub(super) fn show_destination(&self, to: rdma_sockaddr) -> rdma_sockaddr {
+        self.c.set(|c| std::mem::replace(&mut c.route.addr.dst, to))
     }
 
     /// Writes the path between the addresses into the C structure. Programs read its path record if there is one path. A device
@@ -446,7 +451,9 @@ entry! {
     /// `id` is null or points to a live identifier.
     unsafe fn rdma_get_dst_port(id: *mut rdma_cm_id) -> be16, or(0), {
         // SAFETY: upheld by the caller.
-        Ok(c_port(unsafe { live::<IdObject, _>(id) }?.engine.remote()))
+        let destination = unsafe { live::<IdObject, _>(id) }?.c.get(|c| c.route.addr.dst);
+        // SAFETY: the address has the size of the largest family.
+        Ok(c_port(unsafe { address_of((&raw const destination).cast()) }))
     }
 }
 

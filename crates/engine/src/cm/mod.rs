@@ -250,6 +250,16 @@ fn os(errno: i32) -> io::Error {
     io::Error::from_raw_os_error(errno)
 }
 
+/// Returns `EINVAL` if the source address is of another family than the destination. A wildcard address has no family here, because
+/// the source is chosen for the destination.
+fn check_families(from: SocketAddr, to: SocketAddr) -> io::Result<()> {
+    let from = unmapped(from);
+    if from.is_ipv4() != to.is_ipv4() && !from.ip().is_unspecified() {
+        return Err(os(libc::EINVAL));
+    }
+    Ok(())
+}
+
 impl CmId {
     /// Creates an identifier whose events are queued in `channel`.
     pub fn new(channel: &Arc<EventChannel>, port_space: PortSpace) -> io::Result<Arc<Self>> {
@@ -411,14 +421,18 @@ impl CmId {
 
     /// Finds the local address for a peer (`rdma_resolve_addr(3)`). The result is an event.
     pub fn resolve_addr(&self, from: Option<SocketAddr>, to: SocketAddr) -> io::Result<()> {
+        let to = unmapped(to);
         if let Some(from) = from
             && self.lock().phase == Phase::Idle
         {
+            check_families(from, to)?;
             self.bind_source(from)?;
         }
         let mut state = self.lock();
         state.allows(Input::ResolveAddr)?;
-        let to = unmapped(to);
+        if let Some(local) = state.local {
+            check_families(local, to)?;
+        }
         // As for connect(2), the wildcard address means this host.
         let target = match to.ip() {
             IpAddr::V4(ip) if ip.is_unspecified() => {
