@@ -1669,6 +1669,19 @@ static const char *lookups(size_t arg)
 	ENSURE(list->ai_family == AF_INET, "family %d", list->ai_family);
 	ENSURE(rdma_getaddrinfo("no-number", "4711", &hints, &list), "a host name is accepted with RAI_NUMERICHOST");
 
+	hints = (struct rdma_addrinfo){ .ai_qp_type = IBV_QPT_UD, .ai_port_space = RDMA_PS_IB };
+	TRY(one_lookup("datagrams of RDMA_PS_IB", "127.0.0.1", "4711", &hints, &list));
+	ENSURE(list->ai_qp_type == IBV_QPT_UD && list->ai_port_space == RDMA_PS_IB, "type %d, port space %#x",
+	       list->ai_qp_type, list->ai_port_space);
+	hints = (struct rdma_addrinfo){ .ai_port_space = RDMA_PS_IB };
+	TRY(one_lookup("RDMA_PS_IB", "127.0.0.1", "4711", &hints, &list));
+	ENSURE(list->ai_qp_type == IBV_QPT_RC, "type %d for RDMA_PS_IB", list->ai_qp_type);
+	hints = (struct rdma_addrinfo){ .ai_qp_type = IBV_QPT_UD, .ai_port_space = RDMA_PS_TCP };
+	ENSURE(rdma_getaddrinfo("127.0.0.1", "4711", &hints, &list) == EAI_SOCKTYPE,
+	       "datagram queue pairs are accepted for RDMA_PS_TCP");
+	hints = (struct rdma_addrinfo){ .ai_flags = RAI_FAMILY, .ai_family = AF_UNIX };
+	ENSURE(rdma_getaddrinfo("127.0.0.1", "4711", &hints, &list) == EAI_FAMILY, "another family is accepted");
+
 	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NOROUTE, .ai_port_space = RDMA_PS_TCP };
 	TRY(one_lookup("no route", "127.0.0.1", "4711", &hints, &list));
 
@@ -1677,6 +1690,11 @@ static const char *lookups(size_t arg)
 	TRY(one_lookup("addresses in the hints only", NULL, NULL, &hints, &list));
 	in = (struct sockaddr_in *)list->ai_dst_addr;
 	ENSURE(in && in->sin_port == htons(4711), "the destination in the hints is ignored");
+
+	hints = (struct rdma_addrinfo){ .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP };
+	TRY(one_lookup("hints without addresses", NULL, NULL, &hints, &list));
+	ENSURE(!list->ai_src_addr && list->ai_port_space == RDMA_PS_TCP, "an address that nobody gave");
+	ENSURE(rdma_getaddrinfo(NULL, NULL, NULL, &list) == -1 && errno == EINVAL, "no arguments: %s", strerror(errno));
 
 	rdma_freeaddrinfo(NULL);
 	return NULL;

@@ -11,6 +11,9 @@ use crate::ffi::{Errno, last_errno, put};
 use anywarp_verbs_sys::cm::*;
 use anywarp_verbs_sys::verbs::*;
 
+/// Resolution by the InfiniBand subnet administrator, which this device does not have.
+pub(super) const RAI_SA: c_int = 0x10;
+
 /// Copies an address for the caller to free.
 ///
 /// # Safety
@@ -243,6 +246,29 @@ impl Failure {
     }
 }
 
+/// Returns the socket type and the protocol that stand for the queue pair type and the port space in the hints. `getaddrinfo(3)` returns
+/// `EAI_SOCKTYPE` if one is for datagrams and the other is not.
+fn socket_type(hints: Option<&rdma_addrinfo>) -> (c_int, c_int) {
+    let (qp_type, space) = hints.map_or((0, 0), |h| {
+        (
+            h.ai_qp_type.cast_unsigned(),
+            h.ai_port_space.cast_unsigned(),
+        )
+    });
+    let socktype = match qp_type {
+        IBV_QPT_RC | IBV_QPT_UC | IBV_QPT_XRC_SEND | IBV_QPT_XRC_RECV => libc::SOCK_STREAM,
+        IBV_QPT_UD => libc::SOCK_DGRAM,
+        _ => 0,
+    };
+    let protocol = match (space, socktype) {
+        (RDMA_PS_TCP, _) => libc::IPPROTO_TCP,
+        (RDMA_PS_UDP | RDMA_PS_IPOIB, _) => libc::IPPROTO_UDP,
+        (_, libc::SOCK_DGRAM) => libc::IPPROTO_UDP,
+        _ => libc::IPPROTO_TCP,
+    };
+    (socktype, protocol)
+}
+
 /// Finds the addresses for the arguments of `rdma_getaddrinfo(3)`.
 ///
 /// # Safety
@@ -253,9 +279,11 @@ pub(super) unsafe fn look_up(
     hints: Option<&rdma_addrinfo>,
 ) -> Result<List, Failure> {
     let flags = hints.map_or(0, |h| h.ai_flags);
+    if flags & RAI_SA != 0 {
+        return Err(Failure::Arguments(libc::EOPNOTSUPP));
+    }
     if node.is_null() && service.is_null() {
-        let given = hints.is_some_and(|h| !h.ai_src_addr.is_null() || !h.ai_dst_addr.is_null());
-        if !given {
+        if hints.is_none() {
             return Err(Failure::Arguments(libc::EINVAL));
         }
         // SAFETY: the addresses of the hints are valid (guaranteed by the caller).
@@ -267,20 +295,11 @@ pub(super) unsafe fn look_up(
     ask.ai_flags =
         flag(RAI_PASSIVE, libc::AI_PASSIVE) | flag(RAI_NUMERICHOST, libc::AI_NUMERICHOST);
     ask.ai_family = match hints.map_or(0, |h| h.ai_family) {
-        libc::AF_INET => libc::AF_INET,
-        libc::AF_INET6 => libc::AF_INET6,
-        _ => libc::AF_UNSPEC,
+        // Names have no addresses of this family, so the names of the others are asked for.
+        libc::AF_IB => libc::AF_UNSPEC,
+        family => family,
     };
-    let datagram = hints.is_some_and(|h| {
-        h.ai_qp_type == IBV_QPT_UD as c_int
-            || h.ai_port_space == RDMA_PS_UDP as c_int
-            || h.ai_port_space == RDMA_PS_IPOIB as c_int
-    });
-    (ask.ai_socktype, ask.ai_protocol) = if datagram {
-        (libc::SOCK_DGRAM, libc::IPPROTO_UDP)
-    } else {
-        (libc::SOCK_STREAM, libc::IPPROTO_TCP)
-    };
+    (ask.ai_socktype, ask.ai_protocol) = socket_type(hints);
     let mut found: *mut addrinfo = std::ptr::null_mut();
     // SAFETY: `node` and `service` are C strings or null (guaranteed by the caller); `ask` and `found` are locals.
     let code = unsafe { libc::getaddrinfo(node, service, &raw const ask, &raw mut found) };

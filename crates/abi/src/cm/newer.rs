@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anywarp_engine::cm::EventKind;
 use anywarp_engine::sys::thread;
 
-use super::addrinfo::{self, Failure, List};
+use super::addrinfo::{self, Failure, List, RAI_SA};
 use super::event::{complete, prepare_wait};
 use super::id::IdObject;
 use crate::entry;
@@ -15,8 +15,6 @@ use crate::ffi::{Errno, os_errno, put};
 use crate::verbs::handle::live;
 use anywarp_verbs_sys::cm::*;
 
-/// Resolution by the InfiniBand subnet administrator, which this device does not have.
-const RAI_SA: c_int = 0x10;
 /// Resolution by name, which is the default.
 const RAI_DNS: c_int = 0x20;
 
