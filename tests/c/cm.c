@@ -2396,6 +2396,28 @@ static const char *own_multicast_blocked(size_t arg)
 	return NULL;
 }
 
+/* No event follows of a group that was left before its event was read. */
+static const char *multicast_left(size_t arg)
+{
+	struct rdma_event_channel *channel;
+	struct address own, group = { 0 };
+	struct rdma_cm_id *id;
+	struct event_copy t;
+
+	(void)arg;
+	group.ss.ss_family = AF_INET;
+	inet_pton(AF_INET, "239.77.3.9", &((struct sockaddr_in *)&group.ss)->sin_addr);
+	TRY(new_event_channel(&channel));
+	TRY(own_address(&own, AF_INET, 0));
+	TRY(new_id(&id, channel, RDMA_PS_UDP));
+	ENSURE(!rdma_bind_addr(id, sa(&own)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_join_multicast(id, sa(&group), NULL), "rdma_join_multicast: %s", strerror(errno));
+	ENSURE(!rdma_leave_multicast(id, sa(&group)), "rdma_leave_multicast: %s", strerror(errno));
+	TRY(not_readable(channel->fd, QUIET_MS));
+	ENSURE(!rdma_join_multicast(id, sa(&group), NULL), "rdma_join_multicast: %s", strerror(errno));
+	return event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t);
+}
+
 /* The device list of rdma_get_devices. */
 static const char *devices(size_t arg)
 {
@@ -2607,6 +2629,7 @@ static const struct test tests[] = {
 	{ "datagrams_rejected_without_listener", datagrams_without_listener, 0, 0, false },
 	{ "multicast", multicast, 3, 0, false },
 	{ "multicast_without_queue_pair", multicast_without_queue_pair, 0, 0, false },
+	{ "multicast_left", multicast_left, 0, 0, false },
 	{ "own_multicast_blocked", own_multicast_blocked, 0, 0, false },
 	{ "peer_disconnects", peer_disconnects, 0, 0, false },
 	{ "peer_destroys", peer_disconnects, 1, 0, false },

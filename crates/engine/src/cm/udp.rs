@@ -417,6 +417,17 @@ impl CmId {
                 .rposition(|(joined, _)| *joined == group);
             let last = last.ok_or_else(|| os(libc::EADDRNOTAVAIL))?;
             let (_, receives) = state.groups.remove(last);
+            // The program gets no event of a group that it has left.
+            let is_of_group = |e: &Event| {
+                let is_join =
+                    matches!(e.kind, EventKind::MulticastJoin | EventKind::MulticastError);
+                let peer = e.peer.map(|p| p.addr.ip());
+                is_join && peer == Some(group) && std::ptr::eq(Arc::as_ptr(&e.id), self)
+            };
+            let is_joined_still = state.groups.iter().any(|(joined, _)| *joined == group);
+            if !is_joined_still {
+                state.channel.purge(is_of_group);
+            }
             // The queue pair is attached once, however often the program has joined.
             let is_last = !state.groups.contains(&(group, true));
             (receives && is_last, state.datagram.clone())
