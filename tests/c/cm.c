@@ -374,6 +374,9 @@ static const char *connect_and_talk(size_t family)
 	TRY(listen_at(&s, (int)family, RDMA_PS_TCP));
 	TRY(connect_both(&s));
 	TRY(traffic(s.client, s.server));
+	if (s.server->verbs->device->transport_type == IBV_TRANSPORT_IB)
+		ENSURE(rdma_notify(s.server, IBV_EVENT_COMM_EST) == -1 && errno == EISCONN,
+		       "rdma_notify of a connected id: %s", strerror(errno));
 	return disconnect(&s);
 }
 
@@ -1760,6 +1763,8 @@ static const char *misuse(size_t arg)
 	ENSURE(rdma_resolve_route(id, 100) == -1 && errno == EINVAL, "rdma_resolve_route of a fresh id: %s",
 	       strerror(errno));
 	ENSURE(rdma_disconnect(id) == -1 && errno == EINVAL, "rdma_disconnect of a fresh id: %s", strerror(errno));
+	ENSURE(rdma_establish(id) == -1 && errno == EINVAL, "rdma_establish of a fresh id: %s", strerror(errno));
+	ENSURE(rdma_notify(id, IBV_EVENT_COMM_EST) == -1 && errno == EINVAL, "rdma_notify of a fresh id: %s", strerror(errno));
 	ENSURE(rdma_bind_addr(id, sa(&s.address)) == -1 && errno == EADDRINUSE, "rdma_bind_addr to a used port: %s",
 	       strerror(errno));
 	memset(&a, 0, sizeof a);
@@ -1776,13 +1781,14 @@ static const char *misuse(size_t arg)
 	ENSURE(rdma_resolve_addr(id, sa(&a), sa(&s.address), 100) == -1 && errno == EINVAL,
 	       "rdma_resolve_addr from an address of another family: %s", strerror(errno));
 	ENSURE(!rdma_get_dst_port(id) && !rdma_get_peer_addr(id)->sa_family, "a destination that was refused is shown");
-	ENSURE(rdma_create_id(channel, &other, NULL, (enum rdma_port_space)0x1234) == -1,
-	       "rdma_create_id accepts an unknown port space");
+	ENSURE(rdma_create_id(channel, &other, NULL, (enum rdma_port_space)0x1234) == -1 && errno == EINVAL,
+	       "rdma_create_id of an unknown port space: %s", strerror(errno));
 	/* the id can still be used for a connection */
 	s.client_channel = channel;
 	TRY(resolve(&s, id));
 	ENSURE(rdma_resolve_addr(id, NULL, sa(&s.address), 100) == -1 && errno == EINVAL,
 	       "rdma_resolve_addr twice: %s", strerror(errno));
+	ENSURE(rdma_connect(id, NULL) == -1 && errno == EINVAL, "rdma_connect without a queue pair: %s", strerror(errno));
 	TRY(give_qp(id));
 	ENSURE(!rdma_connect(id, &p), "rdma_connect: %s", strerror(errno));
 	return event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, NULL);

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 
 use anywarp_core::bounds;
-use anywarp_engine::cm::{CmId, ConnParam};
+use anywarp_engine::cm::{CmId, ConnParam, PortSpace};
 use libc::sockaddr;
 
 use super::address::{address_of, bytes_of, c_address, names_device, needed_address};
@@ -152,12 +152,17 @@ entry! {
     /// # Safety
     /// `id` is null or points to a live object, `param` is null or valid.
     unsafe fn rdma_connect(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, minus_one, {
+        let param_is_null = param.is_null();
         // SAFETY: upheld by the caller.
         let (id, param) = unsafe {
             let id = live::<IdObject, _>(id)?;
             take_over_qp(id);
             (id, param_of(param, id, (bounds::MAX_RD_ATOMIC, bounds::MAX_RD_ATOMIC)))
         };
+        // Neither the identifier nor the program names a queue pair.
+        if id.qp().is_null() && param_is_null && id.engine.port_space == PortSpace::Tcp {
+            return Err(libc::EINVAL);
+        }
         // The private data of `rdma_create_ep` precedes that of this call. An event contains the length of both as one byte.
         let mut data = id.connect_data();
         data.extend(param.private_data);
@@ -243,18 +248,24 @@ entry! {
         if !id.qp().is_null() {
             return Err(libc::EINVAL);
         }
-        id.engine.establish();
+        id.engine.establish().map_err(|e| os_errno(&e))?;
         Ok(0)
     }
 }
 
 entry! {
-    /// `rdma_notify(3)`.
+    /// `rdma_notify(3)`: the program reports that the first message of a connection has arrived.
     ///
     /// # Safety
-    /// The function has no requirements.
-    unsafe fn rdma_notify(_id: *mut rdma_cm_id, event: ibv_event_type) -> c_int, minus_one, {
-        if event == IBV_EVENT_COMM_EST { Ok(0) } else { Err(libc::EINVAL) }
+    /// `id` is null or points to a live identifier.
+    unsafe fn rdma_notify(id: *mut rdma_cm_id, event: ibv_event_type) -> c_int, minus_one, {
+        // SAFETY: upheld by the caller.
+        let id = unsafe { live::<IdObject, _>(id) }?;
+        if event != IBV_EVENT_COMM_EST {
+            return Err(libc::EINVAL);
+        }
+        id.engine.first_message_arrived().map_err(|e| os_errno(&e))?;
+        Ok(0)
     }
 }
 

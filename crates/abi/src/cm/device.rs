@@ -98,11 +98,12 @@ entry! {
     /// # Safety
     /// `num` is null or valid for writes.
     unsafe fn rdma_get_devices(num: *mut c_int) -> *mut *mut ibv_context, null, {
-        let shared = shared()?;
+        let shared = shared();
         if !num.is_null() {
             // SAFETY: the caller passes null or a valid pointer, and null was excluded.
-            unsafe { put(num, 1) }?;
+            unsafe { put(num, shared.is_ok().into()) }?;
         }
+        let shared = shared?;
         Ok(list_of_one(shared.context()))
     }
 }

@@ -268,7 +268,7 @@ pub(super) unsafe fn create_id(
         RDMA_PS_IB => (PortSpace::Ib, IBV_QPT_RC),
         RDMA_PS_UDP => (PortSpace::Udp, IBV_QPT_UD),
         RDMA_PS_IPOIB => (PortSpace::Ipoib, IBV_QPT_UD),
-        _ => return Err(libc::EPROTONOSUPPORT),
+        _ => return Err(libc::EINVAL),
     };
     let sync = channel.is_null();
     let channel = if sync { create_channel()? } else { channel };

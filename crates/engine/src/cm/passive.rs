@@ -258,6 +258,18 @@ impl CmId {
         self.push_agreed(&state, EventKind::Established, Vec::new(), None);
     }
 
+    /// Establishes an accepted connection because its first message has arrived (`rdma_notify(3)`). `EISCONN` if it is established
+    /// already, and `EINVAL` if there is none.
+    pub fn first_message_arrived(&self) -> io::Result<()> {
+        let phase = self.lock().phase;
+        match phase {
+            Phase::Accepting => self.established(),
+            Phase::Connected => return Err(os(libc::EISCONN)),
+            _ => return Err(os(libc::EINVAL)),
+        }
+        Ok(())
+    }
+
     /// Adds a connect request with the identifier `child` that was created for it. Returns false if the listener is
     /// being destroyed.
     ///

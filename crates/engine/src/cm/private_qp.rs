@@ -77,9 +77,16 @@ impl CmId {
 
     /// Moves the queue pair of the active side to RTS, if this file created it (`rdma_establish(3)`). In RTS the queue pair sends
     /// its first message. When that message arrives, the passive side reports that the connection is established.
-    pub fn establish(&self) {
-        if self.lock().phase == Phase::Connected {
-            self.ready_private_qp();
+    ///
+    /// `EINVAL` if the peer has not accepted the connection.
+    pub fn establish(&self) -> io::Result<()> {
+        let phase = self.lock().phase;
+        match phase {
+            Phase::Connected => self.ready_private_qp(),
+            // The peer has disconnected meanwhile, which an event reports.
+            Phase::Over => {}
+            _ => return Err(os(libc::EINVAL)),
         }
+        Ok(())
     }
 }
