@@ -380,6 +380,27 @@ static const char *connect_and_talk(size_t family)
 	return disconnect(&s);
 }
 
+/* When both ends have disconnected, and some time is over, another event says that the queue pair may be used again. */
+static const char *timewait(size_t arg)
+{
+	struct fixture s;
+	struct event_copy t;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	if (s.client->verbs->device->transport_type != IBV_TRANSPORT_IB)
+		return "\001not on a device of type iWARP";
+	TRY(disconnect(&s));
+	TRY(not_readable(s.client_channel->fd, QUIET_MS));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_TIMEWAIT_EXIT, &t));
+	ENSURE(t.id == s.client && !t.status, "status %d", t.status);
+	TRY(event(s.server_channel, RDMA_CM_EVENT_TIMEWAIT_EXIT, &t));
+	ENSURE(t.id == s.server && !t.status, "status %d", t.status);
+	rdma_disconnect(s.client);
+	return not_readable(s.client_channel->fd, QUIET_MS);
+}
+
 /* Gives an id the queue pair of another one, with its queues, by the public fields. The other id is destroyed. */
 static const char *give_moved_qp(struct rdma_cm_id *id, struct rdma_event_channel *channel, int family)
 {
@@ -2568,6 +2589,7 @@ static const struct test tests[] = {
 	{ "connect", connect_and_talk, AF_INET, 0, false },
 	{ "connect_ipv6", connect_and_talk, AF_INET6, 0, false },
 	{ "moved_qp", moved_qp, 0, 0, false },
+	{ "timewait", timewait, 0, 0, false },
 	{ "path_records", path_records, RDMA_PS_TCP, 0, false },
 	{ "path_records_datagrams", path_records, RDMA_PS_UDP, 0, false },
 	{ "set_path", set_path, 0, 0, false },

@@ -17,6 +17,7 @@ mod ports;
 mod private_qp;
 mod sidr;
 mod state;
+mod timewait;
 mod udp;
 
 use std::io;
@@ -46,7 +47,7 @@ use crate::qp::{Manager, RcQp};
 use crate::reactor::Token;
 use ports::{BindRequest, Holder, PortReservation};
 pub use ports::{PortSpace, make_room};
-use state::{Input, Phase};
+use state::{Input, Phase, Timewait};
 
 /// Kind of an event. The numbers are those of `enum rdma_cm_event_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -176,6 +177,7 @@ struct State {
     ack_timeout: Option<u8>,
     /// Type of service of the packets (`RDMA_OPTION_ID_TOS`).
     tos: u8,
+    timewait: Timewait,
     destroyed: bool,
 }
 
@@ -315,6 +317,7 @@ impl CmId {
                     v6only: false,
                     ack_timeout: None,
                     tos: 0,
+                    timewait: Timewait::default(),
                     destroyed: false,
                 },
             ),
@@ -690,7 +693,11 @@ impl CmId {
     ///
     /// Returns false if no event follows: the connection has ended already, or there is none yet.
     pub fn disconnect(&self) -> io::Result<bool> {
-        let phase = self.lock().phase;
+        let phase = {
+            let mut state = self.lock();
+            self.leaves(&mut state);
+            state.phase
+        };
         match phase {
             Phase::Connected | Phase::Accepting => {}
             Phase::Connecting => {
@@ -729,6 +736,7 @@ impl CmId {
         let (private_qp, listener, startup, phase, channel, pending) = {
             let mut state = self.lock();
             state.destroyed = true;
+            self.end_timewait(&mut state);
             state.bound = None;
             state.reservation = None;
             if let Some(query) = state.query.take() {
@@ -862,5 +870,8 @@ impl Manager for CmId {
         };
         // `rdma_disconnect` of a connection that is over waits for no event, so the event is in the channel by then.
         self.push_locked(&state, |_| {}, kind, status);
+        if kind == EventKind::Disconnected {
+            self.has_ended(&mut state);
+        }
     }
 }

@@ -1,5 +1,7 @@
 //! The states of a connection manager identifier.
 
+use crate::reactor::Token;
+
 /// The state of an identifier.
 ///
 /// ```text
@@ -78,6 +80,19 @@ impl Phase {
             _ => return None,
         })
     }
+}
+
+/// Which parts of the end of a connection are over.
+#[derive(Debug, Default)]
+pub(super) struct Timewait {
+    /// The program has called `rdma_disconnect`. On InfiniBand the time begins only then, at both ends.
+    pub(super) leaves: bool,
+    /// `RDMA_CM_EVENT_DISCONNECTED` was raised.
+    pub(super) ended: bool,
+    /// The timer of the event.
+    pub(super) timer: Option<Token>,
+    /// The event was raised.
+    pub(super) over: bool,
 }
 
 #[cfg(test)]
