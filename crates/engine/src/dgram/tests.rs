@@ -465,20 +465,45 @@ fn multicast_reaches_every_member_and_no_other_queue_pair() {
 }
 
 #[test]
-fn an_unreachable_destination_fails_only_its_request() {
+fn a_send_that_the_kernel_refuses_fails_alone() {
     let a = End::new(Kind::Ud, 4096);
     let b = End::new(Kind::Ud, 4096);
     a.to_rts(None);
     b.to_rts(None);
     b.recv(1, 0, 4096);
-    let mut nowhere = b.destination();
-    // A datagram cannot be sent to port 0.
-    nowhere.addr.set_port(0);
-    a.send(SEND, 0, 10, Some(nowhere));
+    let mut refused = b.destination();
+    // An address that this host does not have, from the range for documentation.
+    refused.source = Some(match b.ip {
+        IpAddr::V4(_) => Ipv4Addr::new(203, 0, 113, 1).into(),
+        IpAddr::V6(_) => Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into(),
+    });
+    a.send(SEND, 0, 10, Some(refused));
     assert_eq!(a.next(false).unwrap().status, Status::LocalQpOperation);
     a.send(SEND, 0, 10, Some(b.destination()));
     assert_eq!(a.next(false).unwrap().status, Status::Success);
     assert!(b.next(true).is_some());
+}
+
+#[test]
+fn a_send_to_a_number_without_port_is_lost() {
+    // 0 and 1 are the numbers of management queue pairs, which this device does not have.
+    for qpn in [0, 1] {
+        let a = End::new(Kind::Ud, 4096);
+        let b = End::new(Kind::Ud, 4096);
+        a.to_rts(None);
+        b.to_rts(None);
+        b.recv(1, 0, 4096);
+        let mut nowhere = b.destination();
+        nowhere.qpn = qpn;
+        nowhere.addr.set_port(0);
+        a.send(SEND, 0, 10, Some(nowhere));
+        assert_eq!(a.next(false).unwrap().status, Status::Success);
+        assert_eq!(a.qp.counters().tx_errors, 0);
+        a.send(SEND, 0, 10, Some(b.destination()));
+        assert_eq!(a.next(false).unwrap().status, Status::Success);
+        assert!(b.next(true).is_some());
+        assert_eq!(b.qp.counters().rx_messages, 1);
+    }
 }
 
 #[test]
