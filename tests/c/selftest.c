@@ -163,17 +163,16 @@ static const char *rc_send_multi_sge(size_t arg)
 }
 
 /* After ibv_post_send returns, inline data may be overwritten. It needs no memory region. */
-static const char *rc_inline(size_t len)
+static const char *inline_messages(const struct want *w, size_t len)
 {
-	struct want w = { .inline_data = (uint32_t)len };
 	uint8_t *scratch;
 	struct region dst;
 	struct ibv_sge from[2], to;
 	struct ibv_send_wr wr;
 	struct pair p;
 
-	TRY(open_pair(&p, &w));
-	ENSURE(p.a.inline_data >= len, "max_inline_data %u, asked for %zu", p.a.inline_data, len);
+	TRY(open_pair(&p, w));
+	ENSURE(p.a.inline_data >= len, "max_inline_data %u, expected %zu or more", p.a.inline_data, len);
 	scratch = malloc(len);
 	ENSURE(scratch, "no memory");
 	keep(close_memory, scratch, "memory");
@@ -204,6 +203,24 @@ static const char *rc_inline(size_t len)
 	TRY(expect_ok(p.b.rcq, 6, IBV_WC_RECV, NULL));
 	TRY(same_pattern(dst.at + len, len, 10));
 	return guards_untouched(&dst);
+}
+
+static const char *rc_inline(size_t len)
+{
+	struct want w = { .inline_data = (uint32_t)len };
+
+	return inline_messages(&w, len);
+}
+
+/* Cards store inline data in the space of the list. A queue pair with long lists has room for data that was not requested. */
+static const char *rc_inline_unrequested(size_t len)
+{
+	struct want w = { .sge = 16 };
+
+	TRY(open_device());
+	if (device_attr.max_sge < 16)
+		SKIP("the device has no lists of 16 elements");
+	return inline_messages(&w, len);
 }
 
 static const char *rc_unsignaled(size_t count)
@@ -1906,6 +1923,7 @@ static const struct test tests[] = {
 	{ "rc_send_inv", rc_send_inv, 0, 0, false },
 	{ "rc_inline_2", rc_inline, 2, 0, false },
 	{ "rc_inline_64", rc_inline, 64, 0, false },
+	{ "rc_inline_unrequested", rc_inline_unrequested, 256, 0, false },
 	{ "rc_unsignaled", rc_unsignaled, 64, 0, false },
 	{ "rc_chain", rc_chain, 64, 0, false },
 	{ "rc_events", rc_events, 20, 0, false },

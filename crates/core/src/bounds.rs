@@ -37,6 +37,11 @@ pub const MAX_INLINE: u32 = 1024;
 /// The work queue entries of network cards have room for some inline data, and some programs rely on it: rdma_xclient
 /// sends 16 bytes without having requested them. 64 bytes fit into the smallest entry of common cards.
 pub const MIN_INLINE: u32 = 64;
+/// Bytes of inline data that a queue pair supports for each element of its longest list.
+///
+/// On common cards, and in rxe, inline data uses the space of the list: 16 bytes for each element. FUSEE requests lists of
+/// 16 elements and no inline data, and writes 96 bytes inline.
+pub const INLINE_PER_SGE: u32 = 16;
 
 /// Work requests in one send or receive queue.
 pub const MAX_WR: u32 = 32_768;

@@ -57,7 +57,8 @@ unsafe fn create(
 ) -> Result<*mut ibv_qp, Errno> {
     if init.qp_type != IBV_QPT_XRC_RECV {
         // ibv_create_qp(3): the actual size is returned to the caller.
-        let least = bounds::MIN_INLINE.min(profile().max_inline);
+        let of_list = init.cap.max_send_sge.saturating_mul(bounds::INLINE_PER_SGE);
+        let least = bounds::MIN_INLINE.max(of_list).min(profile().max_inline);
         init.cap.max_inline_data = init.cap.max_inline_data.max(least);
     }
     // A copy is changed, so that the other fields of the caller's structure stay as they are.
