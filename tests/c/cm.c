@@ -1772,7 +1772,6 @@ static const char *misuse(size_t arg)
 	struct rdma_cm_id *id, *other;
 	struct fixture s;
 	struct address a;
-	int rc;
 
 	(void)arg;
 	TRY(only_over_tcp()); /* crashes the library of rdma-core 44 */
@@ -1791,8 +1790,7 @@ static const char *misuse(size_t arg)
 	memset(&a, 0, sizeof a);
 	a.ss.ss_family = AF_INET;
 	inet_pton(AF_INET, "192.0.2.1", &((struct sockaddr_in *)&a.ss)->sin_addr);
-	rc = rdma_bind_addr(id, sa(&a));
-	ENSURE(rc == -1 && (errno == EADDRNOTAVAIL || errno == ENODEV), "rdma_bind_addr to a foreign address: %s",
+	ENSURE(rdma_bind_addr(id, sa(&a)) == -1 && errno == EADDRNOTAVAIL, "rdma_bind_addr to a foreign address: %s",
 	       strerror(errno));
 	a.ss.ss_family = 250;
 	ENSURE(rdma_bind_addr(id, sa(&a)) == -1, "rdma_bind_addr accepts an unknown family");

@@ -336,10 +336,7 @@ impl Datagrams {
         let bound = id.bind(to).and_then(|()| id.listen(REQUESTS_MAX));
         if let Err(e) = bound {
             id.destroy();
-            return Err(match os_errno(&e) {
-                libc::ENODEV => libc::EADDRNOTAVAIL,
-                e => e,
-            });
+            return Err(os_errno(&e));
         }
         std::mem::replace(&mut self.id, id).destroy();
         self.end = Some(end);

@@ -628,11 +628,7 @@ impl Stream {
         if self.phase != Phase::New {
             return Err(libc::EINVAL);
         }
-        self.id.bind(to).map_err(|e| match os_errno(&e) {
-            // The connection manager returns ENODEV for an address that the host does not have.
-            libc::ENODEV => libc::EADDRNOTAVAIL,
-            e => e,
-        })?;
+        self.id.bind(to).map_err(|e| os_errno(&e))?;
         self.phase = Phase::Bound;
         Ok(())
     }

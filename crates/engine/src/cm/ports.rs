@@ -191,7 +191,7 @@ impl BindRequest {
     /// A UDP socket on any port of the kernel.
     pub(super) fn datagram(self) -> io::Result<EngineFd> {
         let fd = self.socket(SocketType::DGRAM)?;
-        self.bind(&fd, 0).map_err(map_no_address)?;
+        self.bind(&fd, 0)?;
         Ok(fd)
     }
 
@@ -203,7 +203,7 @@ impl BindRequest {
         match self.bind(&fd, port) {
             Ok(()) => Ok(Some(fd)),
             Err(Errno::ADDRINUSE) => Ok(None),
-            Err(e) => Err(map_no_address(e)),
+            Err(e) => Err(e.into()),
         }
     }
 }
@@ -212,15 +212,6 @@ impl BindRequest {
 fn at_port(mut address: SocketAddr, port: u16) -> SocketAddr {
     address.set_port(port);
     address
-}
-
-/// Maps `EADDRNOTAVAIL` to `ENODEV`: an address that this host does not have belongs to no device.
-fn map_no_address(e: Errno) -> io::Error {
-    if e == Errno::ADDRNOTAVAIL {
-        Errno::NODEV.into()
-    } else {
-        e.into()
-    }
 }
 
 /// The result of a bind: the address, the port, and the TCP socket if the identifier has the kernel's TCP port.
@@ -395,7 +386,7 @@ fn bind_signpost_at(bind_request: BindRequest, candidate: u16) -> io::Result<Opt
     match bind_request.bind(&fd, candidate) {
         Ok(()) => Ok(Some(fd)),
         Err(Errno::ADDRINUSE) => Ok(None),
-        Err(e) => Err(map_no_address(e)),
+        Err(e) => Err(e.into()),
     }
 }
 
