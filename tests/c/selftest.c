@@ -1183,7 +1183,11 @@ static const char *rc_send_inv(size_t arg)
 	wr = rdma_wr(5, IBV_WR_RDMA_WRITE, &from, 1, &dst, 32);
 	wr.wr.rdma.rkey = rkey;
 	TRY(post(p.a.qp, &wr));
-	return expect_status(p.a.scq, 5, IBV_WC_REM_ACCESS_ERR);
+	TRY(expect_status(p.a.scq, 5, IBV_WC_REM_ACCESS_ERR));
+	/* SPDK's target sends with invalidation only if the device says that it can. */
+	ENSURE(device_attr.device_cap_flags & IBV_DEVICE_MEM_MGT_EXTENSIONS, "device_cap_flags %#x",
+	       device_attr.device_cap_flags);
+	return NULL;
 }
 
 /* Two queue pairs use one shared receive queue. The limit event is raised once. */

@@ -133,6 +133,7 @@ const ANYWARP: Profile = Profile {
         | IBV_DEVICE_SRQ_RESIZE
         | IBV_DEVICE_N_NOTIFY_CQ
         | IBV_DEVICE_MEM_WINDOW
+        | IBV_DEVICE_MEM_MGT_EXTENSIONS
         | IBV_DEVICE_MEM_WINDOW_TYPE_2B
         | IBV_DEVICE_XRC,
     atomic_cap: IBV_ATOMIC_GLOB,
