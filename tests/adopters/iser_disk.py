@@ -3,6 +3,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,18 @@ def transfer(disk):
     return len(LENGTHS) * 4
 
 
+def released(log):
+    """Waits until tgt has released the connections that it has closed. It does so at RDMA_CM_EVENT_TIMEWAIT_EXIT."""
+    for _ in range(500):
+        with open(log) as file:
+            text = file.read()
+        closed, done = (set(re.findall(name + r"\(\d+\) conn:(\w+)", text)) for name in ("close", "timewait_exit"))
+        if closed and closed <= done:
+            return
+        time.sleep(0.02)
+    raise SystemExit("tgt does not release its connections:\n" + text)
+
+
 with tempfile.TemporaryDirectory() as folder:
     os.environ["TGT_IPC_SOCKET"] = os.path.join(folder, "control")
     disk = os.path.join(folder, "disk")
@@ -81,6 +94,7 @@ with tempfile.TemporaryDirectory() as folder:
         if f"Total size:{SIZE}" not in size:
             raise SystemExit(f"the size of the disk is {size}")
         count = transfer(disk)
+        released(disk + ".log")
     finally:
         tgtd.kill()
         tgtd.wait()
