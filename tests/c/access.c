@@ -1394,6 +1394,38 @@ static const char *alternate_path_refused(size_t arg)
 	return expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL);
 }
 
+/* The functions that return an errno value also set errno, which many programs print. */
+static const char *errno_is_the_result(size_t arg)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTS };
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad;
+	struct ibv_recv_wr rwr = { .num_sge = 100 }, *bad_recv;
+	struct ibv_srq_attr srq_attr = { .max_wr = UINT32_MAX };
+	struct want w = { .srq = true };
+	struct ibv_port_attr port;
+	struct end e;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&e, &w));
+#define SETS(call) do { \
+		int rc; \
+		errno = 0; \
+		rc = call; \
+		ENSURE(rc > 0 && rc == errno, #call " returns %d and sets errno to %d", rc, errno); \
+	} while (0)
+	SETS(ibv_query_port(device, 2, &port));
+	SETS(ibv_modify_qp(e.qp, &attr, IBV_QP_STATE));
+	SETS(ibv_post_send(e.qp, &wr, &bad));
+	SETS(ibv_post_srq_recv(e.srq, &rwr, &bad_recv));
+	SETS(ibv_modify_srq(e.srq, &srq_attr, IBV_SRQ_MAX_WR));
+	SETS(ibv_resize_cq(e.scq, -1));
+	SETS(ibv_destroy_cq(e.scq));
+	SETS(ibv_destroy_srq(e.srq));
+	SETS(ibv_dealloc_pd(e.pd));
+	return NULL;
+}
+
 /* Without support for enhanced connection establishment, the functions return the documented errors. */
 static const char *ece_unsupported(size_t arg)
 {
@@ -1449,6 +1481,7 @@ static const struct test tests[] = {
 	{ "alternate_path_refused", alternate_path_refused, 0, 0, false },
 	{ "rate_limit_refused", rate_limit_refused, 0, 0, false },
 	{ "moderation_refused", moderation_refused, 0, 0, false },
+	{ "errno_is_the_result", errno_is_the_result, 0, 0, false },
 	{ "ece_unsupported", ece_unsupported, 0, 0, false },
 	{ "masks_rc", required_masks, IBV_QPT_RC, 0, false },
 	{ "masks_uc", required_masks, IBV_QPT_UC, 0, false },

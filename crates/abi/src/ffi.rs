@@ -1,8 +1,8 @@
 //! The entry and exit of functions that C calls: panics and error reporting.
 //!
 //! The body of every such function runs inside [`errno`], [`minus_one`], [`null`], [`nothing`], [`or`] or [`value`]. The name
-//! tells how the function reports a failure: [`errno`] returns the errno value; the others set `errno` and return the value
-//! that means failure. A panic is caught here, because it must not unwind into C. The device is marked as broken
+//! tells how the function reports a failure: [`errno`] sets `errno` and returns its value; the others set `errno` and return the
+//! value that means failure. A panic is caught here, because it must not unwind into C. The device is marked as broken
 //! (`anywarp_engine::fatal`), and the call fails with `EIO`.
 //!
 //! The `_fast` forms are for the data path. They make no system call that is a cancellation point, so they need not
@@ -33,7 +33,8 @@ fn catch<T>(name: &'static str, body: impl FnOnce() -> Result<T, Errno>) -> Resu
     }
 }
 
-/// For functions that return 0 or an errno value.
+/// For functions that return 0 or an errno value. The manual pages call the result the value of errno, and programs use either: UCX
+/// prints errno (`%m`). So a failure also sets it.
 pub fn errno(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) -> c_int {
     let _inside = Uncancelled::new();
     errno_fast(name, body)
@@ -42,6 +43,15 @@ pub fn errno(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) -> c_
 /// [`errno`] for the data path.
 #[inline]
 pub fn errno_fast(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) -> c_int {
+    match catch(name, body) {
+        Ok(()) => 0,
+        Err(e) => fail(e, e),
+    }
+}
+
+/// [`errno_fast`] for polls. It leaves `errno` alone, because an empty queue is no failure.
+#[inline]
+pub fn code_fast(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) -> c_int {
     match catch(name, body) {
         Ok(()) => 0,
         Err(e) => e,

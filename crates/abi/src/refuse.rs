@@ -3,7 +3,7 @@
 /// Exports functions under their C names. They ignore their arguments and fail with one errno.
 ///
 /// The word before the braces around the names selects how they fail: `null` and `minus_one` return null or -1 and set errno, `code`
-/// returns the errno value, `minus_code` returns its negative, `zero` returns 0 and sets errno, and `void` does nothing.
+/// returns the errno value and sets errno, `minus_code` returns its negative, `zero` returns 0 and sets errno, and `void` does nothing.
 ///
 /// The functions declare no arguments although callers pass some. In the x86-64 and AArch64 procedure call standards the caller
 /// allocates and frees the space of the arguments, so this is permitted.
@@ -16,7 +16,7 @@ macro_rules! refuse {
         $crate::refuse!(@fn $name, *mut std::ffi::c_void, $crate::ffi::fail($errno, std::ptr::null_mut()));
     };
     (@ code $errno:expr, $name:ident) => {
-        $crate::refuse!(@fn $name, std::ffi::c_int, $errno);
+        $crate::refuse!(@fn $name, std::ffi::c_int, $crate::ffi::fail($errno, $errno));
     };
     // A wide type, so that the result is -1 as an `int`, a `ssize_t` and an `off_t`.
     (@ minus_one $errno:expr, $name:ident) => {

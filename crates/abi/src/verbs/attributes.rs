@@ -8,7 +8,7 @@ use anywarp_engine::gids;
 
 use super::convert::{c_gid, put_text};
 use crate::entry;
-use crate::ffi::{Errno, arg_mut, errno, put, put_prefix, set_errno};
+use crate::ffi::{Errno, arg_mut, errno, put, put_prefix};
 use crate::profile::profile;
 use anywarp_verbs_sys::verbs::*;
 
@@ -359,8 +359,6 @@ entry! {
     /// # Safety
     /// The function has no requirements.
     unsafe fn ibv_set_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int, errno, {
-        // Programs that use rdma_cm read errno too.
-        set_errno(libc::EOPNOTSUPP);
         Err(libc::EOPNOTSUPP)
     }
 }

@@ -9,7 +9,7 @@ use super::convert::{flags_of, imm_of};
 use super::cq::create_cq;
 use super::handle::{known, live};
 use super::object::{CqObject, PdObject, Shown};
-use crate::ffi::{Errno, arg, errno_fast, null, or_fast};
+use crate::ffi::{Errno, arg, code_fast, null, or_fast};
 use anywarp_verbs_sys::verbs::*;
 
 /// Polls one completion and makes it the current one, whose fields the reading functions return.
@@ -49,7 +49,7 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
 }
 
 unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> c_int {
-    errno_fast("ibv_start_poll", || {
+    code_fast("ibv_start_poll", || {
         // SAFETY: the program passes null or a valid pointer.
         if unsafe { attr.as_ref() }.is_some_and(|attr| attr.comp_mask != 0) {
             return Err(libc::EINVAL);
@@ -61,7 +61,7 @@ unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr)
 
 unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
     // SAFETY: upheld by the program.
-    errno_fast("ibv_next_poll", || unsafe { show_next(cq, false) })
+    code_fast("ibv_next_poll", || unsafe { show_next(cq, false) })
 }
 
 unsafe extern "C" fn end_poll(_cq: *mut ibv_cq_ex) {}

@@ -18,7 +18,7 @@ use super::handle::{CStruct, into_c, known, live, returned};
 use super::memory::register_in;
 use super::object::{Backing, ContextObject, DmObject, MrObject, Users};
 use crate::entry;
-use crate::ffi::{Errno, arg, errno, null, set_errno};
+use crate::ffi::{Errno, arg, errno, null};
 use anywarp_verbs_sys::verbs::*;
 
 /// Device memory by handle, for `ibv_import_dm`.
@@ -124,17 +124,14 @@ fn at(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
     (words && inside).then(|| std::ptr::with_exposed_provenance_mut(memory.start() + offset))
 }
 
-/// Like [`at`], for the two copy functions, which return an errno value and also set `errno`.
+/// Like [`at`], for the two copy functions.
 ///
 /// # Safety
 /// `dm` is live.
 unsafe fn window(dm: *mut ibv_dm, offset: u64, length: usize) -> Result<*mut u8, Errno> {
     // SAFETY: `dm` is live (guaranteed by the caller). A child of fork(2) may call this: the pages are copied on write.
     let memory = unsafe { &known::<DmObject, _>(dm).memory };
-    at(memory, offset, length).ok_or_else(|| {
-        set_errno(libc::EINVAL);
-        libc::EINVAL
-    })
+    at(memory, offset, length).ok_or(libc::EINVAL)
 }
 
 unsafe extern "C" fn copy_to(
