@@ -21,6 +21,10 @@
 //! The first word of a record is written last, and the first word of the next record is set to 0 before that. So the
 //! receiver polls the word in which it expects a record, and finds a short message in the same or the next cache line.
 //!
+//! If the receiver has read most of what is in the ring, the sender continues at the start of the ring: the highest bit of `bytes`
+//! ([`RESTART`]) announces this in the record before. So as long as the receiver is fast, both ends use only the first 16 to 32 KiB of a ring.
+//! 64 rings of 256 KiB do not fit into the caches of a processor.
+//!
 //! `done` is the number of the last request of the peer that this end has executed. So each record acknowledges requests, and
 //! acknowledgements need no messages. An end that has nothing to send writes the number to page 0.
 
@@ -63,8 +67,14 @@ pub(super) const RECORDS_MAX: usize = RING / LINE;
 const SHORT: usize = 4 * 1024;
 /// A ring has this many parts. A peer that waits for room is woken when a part of its ring has been read completely.
 const WAKE_PARTS: u64 = 4;
+/// Set in the first word of a record that is followed by one at the start of the ring.
+const RESTART: u64 = 1 << 31;
+/// After at least this many bytes the sender checks whether the next record can be at the start of the ring.
+const RESTART_STEP: u64 = 16 * 1024;
+/// After this many checks without a full ring the step is halved.
+const RESTART_CHECKS: u32 = 64;
 /// The first word of the page.
-const MAGIC: u64 = 0x6177_6361_7272_0004;
+const MAGIC: u64 = 0x6177_6361_7272_0005;
 /// Set in the word of [`Lines::done`] once it contains a number.
 const DONE_VALID: u64 = 1 << 32;
 /// Offset of a random word that the peer sends back in its Take.
@@ -345,6 +355,13 @@ pub(crate) struct Shm {
     read_by_them: u64,
     /// Whether our ring was full, and nothing was written since.
     was_full: bool,
+    /// After this many bytes it is checked whether the next record can be at the start of the ring. The step is doubled when the ring is
+    /// full although a part of it was skipped.
+    restart_step: u64,
+    /// The position behind which the next check is made.
+    restart_check: u64,
+    /// Number of these checks since the step was changed.
+    restart_checks: u32,
     /// The number of the last request of the peer that is executed, for the records that are sent.
     done: u32,
     /// The number of the last request of this end that the peer has executed, from the peer's last record.
@@ -485,6 +502,9 @@ impl Shm {
             written: 0,
             read_by_them: 0,
             was_full: false,
+            restart_step: RESTART_STEP,
+            restart_check: RESTART_STEP,
+            restart_checks: 0,
             done: 0,
             done_by_them: 0,
             part_taken: false,
@@ -743,6 +763,10 @@ impl Shm {
     /// Marks the ring as full while `seen` bytes of it have been read, so that the peer wakes this end when it reads
     /// more. Returns false if it has read more already.
     fn wait_for_room(&mut self, seen: u64) -> bool {
+        // Until the peer has read the last record before the start of the ring, what was skipped has no room for records.
+        if seen / RING as u64 != self.written / RING as u64 {
+            self.set_restart_step(2 * self.restart_step);
+        }
         let watch = &self.watch;
         self.was_full = true;
         watch.full_at.store(seen, Ordering::Relaxed);
@@ -765,16 +789,43 @@ impl Shm {
     /// Makes a record of `len` bytes, which have been written after its first word, visible to the peer.
     #[inline]
     fn publish(&mut self, len: usize) {
+        let mut next = self.written + record_bytes(len);
+        let mut word = u64::from(u32::try_from(len).unwrap_or(0)) | u64::from(self.done) << 32;
+        // Each check transfers a cache line, so not each record is checked.
+        if next >= self.restart_check {
+            if self.can_restart(next) {
+                next = next.next_multiple_of(RING as u64);
+                word |= RESTART;
+            }
+            self.restart_check = next + self.restart_step;
+        }
         let watch = &self.watch;
         let first = |position| watch.shared.word(watch.us.ring + in_ring(position));
-        let next = self.written + record_bytes(len);
         first(next).store(0, Ordering::Relaxed);
-        let len = u64::from(u32::try_from(len).unwrap_or(0));
-        first(self.written).store(len | u64::from(self.done) << 32, Ordering::Release);
+        first(self.written).store(word, Ordering::Release);
         self.written = next;
         if self.was_full {
             self.forget_full();
         }
+    }
+
+    /// Whether the record at `next` can be at the start of the ring, because the peer has read most of what is before it. Then both
+    /// ends use only a part of the ring, which stays in the caches of their processors.
+    fn can_restart(&mut self, next: u64) -> bool {
+        let used = in_ring(next) as u64;
+        self.read_by_them = self.taken_by_them();
+        let unread = next.saturating_sub(self.read_by_them);
+        let restart = used >= self.restart_step && unread <= used / 2;
+        self.restart_checks += 1;
+        if self.restart_checks >= RESTART_CHECKS {
+            self.set_restart_step(self.restart_step / 2);
+        }
+        restart
+    }
+
+    fn set_restart_step(&mut self, step: u64) {
+        self.restart_step = step.clamp(RESTART_STEP, RING as u64);
+        self.restart_checks = 0;
     }
 
     /// Whether the peer claims to have read all that was written. A false claim harms only the peer, since it
@@ -899,15 +950,19 @@ impl Shm {
         if first == 0 {
             return Ok(None);
         }
-        let left = first as u32 as usize;
+        let left = (first & !RESTART) as u32 as usize;
         if left == 0 || left > RING - LINE - HEAD {
             return Err(Io::Broken(libc::EPROTO));
         }
         self.done_by_them = (first >> 32) as u32;
+        let mut end = self.taken + record_bytes(left);
+        if first & RESTART != 0 {
+            end = end.next_multiple_of(RING as u64);
+        }
         let record = Record {
             left,
             at: self.taken + HEAD as u64,
-            end: self.taken + record_bytes(left),
+            end,
         };
         self.current = Some(record);
         Ok(Some(record))
@@ -939,7 +994,8 @@ impl Shm {
     /// Whether the peer sleeps until its ring has room, and has to be woken.
     ///
     /// This is checked only when a part of the ring has been read completely. A peer whose ring is full is woken in
-    /// time: when it sets its flag, all parts but one are still to be read.
+    /// time: when it sets its flag, the end of at least one part is still to be read, and when the last of these has been read, the ring has room
+    /// for any record.
     #[inline]
     pub(crate) fn must_wake_for_room(&mut self) -> bool {
         if !std::mem::take(&mut self.part_taken) {
@@ -1049,8 +1105,12 @@ pub(crate) fn fuzz(data: &[u8]) {
             }
             6 => {
                 let first = |position| word(them.ring + in_ring(position));
-                first(shm.taken + record_bytes(small)).store(0, Ordering::Relaxed);
-                first(shm.taken).store(small.max(1) as u64, Ordering::Release);
+                let (next, restart) = match large & 8 {
+                    0 => (shm.taken + record_bytes(small), 0),
+                    _ => (0, RESTART),
+                };
+                first(next).store(0, Ordering::Relaxed);
+                first(shm.taken).store(small.max(1) as u64 | restart, Ordering::Release);
             }
             7 => {
                 let room = out.get_mut(..small * 16).unwrap_or(&mut []);
@@ -1073,7 +1133,7 @@ pub(crate) fn fuzz(data: &[u8]) {
                 }
                 let moved = shm.taken.wrapping_sub(before);
                 assert!(
-                    moved <= 2 * RING as u64,
+                    moved <= 4 * RING as u64,
                     "{moved} bytes of the ring were taken by two records"
                 );
             }
@@ -1095,7 +1155,7 @@ pub(crate) fn fuzz(data: &[u8]) {
                     Ok(None) => {}
                     Err(_) => return,
                 }
-                assert!(shm.taken.wrapping_sub(before) <= RING as u64);
+                assert!(shm.taken.wrapping_sub(before) <= 2 * RING as u64);
                 let _ = (watch.is_full(), watch.has_room_again());
                 shm.forget_full();
             }
@@ -1306,6 +1366,37 @@ pub(crate) mod tests {
         }
         drain(&mut other, &mut got).unwrap();
         assert!(got == sent);
+    }
+
+    #[test]
+    fn a_ring_that_is_read_in_time_begins_again_at_its_start() {
+        let (mut one, mut other) = pair();
+        let mut batch = TxBatch::default();
+        batch.push_raw(&[7; 4000]);
+        let mut out = Vec::new();
+        let mut farthest = 0;
+        // The peer always leaves one record unread.
+        assert_eq!(one.send(&batch, 0), Io::Done(4000));
+        for _ in 0..200 {
+            assert_eq!(one.send(&batch, 0), Io::Done(4000));
+            farthest = farthest.max(in_ring(one.written));
+            assert_eq!(other.receive(None, &mut [0; 4000]), Ok((0, 4000)));
+        }
+        assert!(farthest < 2 * RESTART_STEP as usize, "{farthest}");
+        drain(&mut other, &mut out).unwrap();
+        assert!(one.is_all_taken() && out.len() == 4000);
+        // The whole ring has room for records that the peer does not read.
+        let mut unread = 0;
+        while one.send(&batch, 0) == Io::Done(4000) {
+            unread += 1;
+        }
+        assert!(
+            unread >= RING / 4096 - RESTART_STEP as usize / 4096 - 1,
+            "{unread}"
+        );
+        out.clear();
+        drain(&mut other, &mut out).unwrap();
+        assert!(out.iter().all(|byte| *byte == 7) && one.is_all_taken());
     }
 
     #[test]
