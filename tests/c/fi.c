@@ -1052,6 +1052,12 @@ static const char *selective(size_t arg)
 	TRY(next(a.tx, &entry, NULL));
 	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "there is a completion that was not requested");
 	ENSURE(fi_cntr_wait(a.cntr, 2, 5000) == 0, "the counter has %llu", (unsigned long long)fi_cntr_read(a.cntr));
+	/* A counter may be bound to an endpoint that is enabled. */
+	OK(fi_ep_bind(b.ep, &b.cntr->fid, FI_RECV));
+	OK(fi_recv(b.ep, in, 50, NULL, FI_ADDR_UNSPEC, &b));
+	OK(fi_sendmsg(a.ep, &msg, 0));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(fi_cntr_read(b.cntr) == 1, "the counter of receives has %llu", (unsigned long long)fi_cntr_read(b.cntr));
 	return NULL;
 }
 
