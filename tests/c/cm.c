@@ -357,6 +357,10 @@ static const char *set_path(size_t arg)
 	data.path.reversible_numpath = 0x81;
 	ENSURE(rdma_set_option(s.client, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &data, sizeof data - 1) == -1 &&
 	       errno == EINVAL, "a path of another length: %s", strerror(errno));
+	data.flags = IBV_PATH_FLAG_ALTERNATE;
+	ENSURE(rdma_set_option(s.client, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &data, sizeof data) == -1 && errno == EINVAL,
+	       "only an alternate path: %s", strerror(errno));
+	data.flags = IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL;
 	ENSURE(!rdma_set_option(s.client, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &data, sizeof data), "path: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL));
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
@@ -399,6 +403,29 @@ static const char *timewait(size_t arg)
 	ENSURE(t.id == s.server && !t.status, "status %d", t.status);
 	rdma_disconnect(s.client);
 	return not_readable(s.client_channel->fd, QUIET_MS);
+}
+
+/* A call of rdma_disconnect that failed before there was a connection has no effect on the events after it. */
+static const char *no_timewait(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct event_copy t;
+	struct fixture s;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	ENSURE(rdma_disconnect(s.client) == -1 && errno == EINVAL, "rdma_disconnect of a fresh id: %s", strerror(errno));
+	TRY(resolve(&s, s.client));
+	TRY(give_qp(s.client));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	ENSURE(!rdma_disconnect(s.server), "rdma_disconnect: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	/* The other event follows only after this end has disconnected too. */
+	return not_readable(s.client_channel->fd, 1500);
 }
 
 /* Gives an id the queue pair of another one, with its queues, by the public fields. The other id is destroyed. */
@@ -551,7 +578,8 @@ static const char *reject(size_t len)
 }
 
 /* rdma_disconnect flushes the queue pair of a connection that the peer has not answered, and the attempt to connect still ends with an event. */
-static const char *disconnect_early(size_t accepts)
+enum { REJECTS, ACCEPTS, DISCONNECTS };
+static const char *disconnect_early(size_t server)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct fixture s;
@@ -563,9 +591,16 @@ static const char *disconnect_early(size_t accepts)
 	TRY(post_any_recv(s.client, 9));
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
 	TRY(requested(&s, &t));
+	if (server == DISCONNECTS) {
+		/* The queue pair of the request fails, and cannot be connected. */
+		ENSURE(!rdma_disconnect(s.server), "rdma_disconnect of a request: %s", strerror(errno));
+		ENSURE(rdma_accept(s.server, &p) == -1 && errno == EINVAL, "rdma_accept: %s", strerror(errno));
+		ENSURE(!rdma_reject(s.server, NULL, 0), "rdma_reject: %s", strerror(errno));
+		return event(s.client_channel, RDMA_CM_EVENT_REJECTED, NULL);
+	}
 	ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
 	TRY(expect_status(s.client->recv_cq, 9, IBV_WC_WR_FLUSH_ERR));
-	if (accepts) {
+	if (server == ACCEPTS) {
 		ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
 		return event(s.client_channel, RDMA_CM_EVENT_CONNECT_ERROR, NULL);
 	}
@@ -2588,6 +2623,7 @@ static const struct test tests[] = {
 	{ "connect_ipv6", connect_and_talk, AF_INET6, 0, false },
 	{ "moved_qp", moved_qp, 0, 0, false },
 	{ "timewait", timewait, 0, 0, false },
+	{ "timewait_of_one_end", no_timewait, 0, 0, false },
 	{ "path_records", path_records, RDMA_PS_TCP, 0, false },
 	{ "path_records_datagrams", path_records, RDMA_PS_UDP, 0, false },
 	{ "set_path", set_path, 0, 0, false },
@@ -2605,8 +2641,9 @@ static const struct test tests[] = {
 	{ "dummy_qp_server_destroyed", dummy_qp_connection, SERVER_GOES, 0, false },
 	{ "dummy_qp_client_destroyed_early", dummy_qp_connection, CLIENT_GOES_EARLY, 0, false },
 	{ "dummy_qp_server_rejects", dummy_qp_connection, SERVER_REJECTS, 0, false },
-	{ "disconnect_before_reject", disconnect_early, 0, 0, false },
-	{ "disconnect_before_accept", disconnect_early, 1, 0, false },
+	{ "disconnect_before_reject", disconnect_early, REJECTS, 0, false },
+	{ "disconnect_before_accept", disconnect_early, ACCEPTS, 0, false },
+	{ "disconnect_of_a_request", disconnect_early, DISCONNECTS, 0, false },
 	{ "accept_without_parameters", accept_as_requested, 0, 0, false },
 	{ "accept_most", accept_as_requested, 1, 0, false },
 	{ "refused", refused, 0, 0, false },

@@ -124,13 +124,22 @@ pub(super) fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah
     attr
 }
 
-/// Returns the path record of a connection between the GIDs of `addr`, with the type of service `tos`. It has the values that the
-/// kernel's rdma_cm computes for RoCE.
-pub(super) fn path_between(addr: &rdma_ib_addr, tos: u8) -> ibv_sa_path_rec {
+/// Returns the path record of a connection between the GIDs of `addr`, with the type of service and the time-out of
+/// acknowledgements that the program set. It has the values that the kernel's rdma_cm computes for RoCE.
+pub(super) fn path_between(
+    addr: &rdma_ib_addr,
+    tos: u8,
+    ack_timeout: Option<u8>,
+) -> ibv_sa_path_rec {
     /// "Exactly", as a selector of a path record.
     const EXACTLY: u8 = 2;
-    /// The packet lifetime that rdma_cm assumes for Ethernet: 4.096 µs × 2^18, about a second.
-    const PACKET_LIFE_TIME: u8 = 18;
+    /// The packet lifetime that rdma_cm assumes for Ethernet: 4.096 µs × 2^16, a quarter of a second.
+    const PACKET_LIFE_TIME: u8 = 16;
+    // An acknowledgement takes the lifetime of two packets.
+    let packet_life_time = match ack_timeout {
+        None | Some(0) => PACKET_LIFE_TIME,
+        Some(timeout) => timeout - 1,
+    };
     ibv_sa_path_rec {
         dgid: addr.dgid,
         sgid: addr.sgid,
@@ -145,7 +154,7 @@ pub(super) fn path_between(addr: &rdma_ib_addr, tos: u8) -> ibv_sa_path_rec {
         rate_selector: EXACTLY,
         rate: IBV_RATE_100_GBPS as u8,
         packet_life_time_selector: EXACTLY,
-        packet_life_time: PACKET_LIFE_TIME,
+        packet_life_time,
         ..ibv_sa_path_rec::default()
     }
 }

@@ -147,9 +147,9 @@ impl IdObject {
         let addr = self.c.get(|c| c.route.addr.addr);
         // SAFETY: all members of the union are this one.
         let addr = unsafe { addr.ibaddr };
-        let tos = self.engine.tos();
+        let (tos, ack_timeout) = self.engine.path_options();
         let path = self.path.set(|path| {
-            *path = path_between(&addr, tos);
+            *path = path_between(&addr, tos, ack_timeout);
             std::ptr::from_mut(path)
         });
         self.c

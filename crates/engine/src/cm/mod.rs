@@ -369,9 +369,10 @@ impl CmId {
         self.lock().tos = tos;
     }
 
-    /// The type of service that the program set, or 0.
-    pub fn tos(&self) -> u8 {
-        self.lock().tos
+    /// The type of service and the time-out of acknowledgements that the program set.
+    pub fn path_options(&self) -> (u8, Option<u8>) {
+        let state = self.lock();
+        (state.tos, state.ack_timeout)
     }
 
     /// Sets the service level and the type of service of a queue pair before it is connected.
@@ -695,13 +696,16 @@ impl CmId {
     pub fn disconnect(&self) -> io::Result<bool> {
         let phase = {
             let mut state = self.lock();
-            self.leaves(&mut state);
+            if state.phase.is_of_connection() {
+                self.leaves(&mut state);
+            }
             state.phase
         };
         match phase {
             Phase::Connected | Phase::Accepting => {}
-            Phase::Connecting => {
-                // The queue pair fails at once. The event that follows reports how the attempt to connect ends.
+            Phase::Connecting | Phase::Requested => {
+                // The queue pair fails at once. The event that follows reports how the attempt to connect ends; a connect request can
+                // still be rejected.
                 self.fail_qp();
                 return Ok(false);
             }

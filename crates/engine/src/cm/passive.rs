@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{Depths, Request};
+use anywarp_core::verbs::qp::State as QpState;
 use rustix::io::Errno;
 
 use super::state::{Input, Phase};
@@ -181,6 +182,12 @@ impl CmId {
             return Err(os(libc::EINVAL));
         }
         let qp = self.find_or_make_qp(param.qp_num)?;
+        // The program has called `rdma_disconnect` for the request. The request remains, so that it can be rejected.
+        if let Some((qp, true)) = &qp
+            && qp.query().0 == QpState::Error
+        {
+            return Err(os(libc::EINVAL));
+        }
         let (startup, offered) = {
             let mut state = self.lock();
             state.allows(Input::Accept)?;

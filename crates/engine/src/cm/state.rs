@@ -38,6 +38,16 @@ pub(super) enum Phase {
     Over,
 }
 
+impl Phase {
+    /// Whether there is a connection, or was one, or one is being established.
+    pub(super) fn is_of_connection(self) -> bool {
+        matches!(
+            self,
+            Self::Connecting | Self::Requested | Self::Accepting | Self::Connected | Self::Over
+        )
+    }
+}
+
 /// An input that changes the state of an identifier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Input {
