@@ -1633,7 +1633,10 @@ ELEMENT(of_u64, uint64_t, OF_BITS(uint64_t, t, o, c))
 ELEMENT(of_float, float, )
 ELEMENT(of_double, double, )
 
-/* Every operation on every type, in each of its classes, compared with the same operation here. */
+/*
+ * Every operation on every type, with each kind of call that it exists for: without a result, with one, and comparing. The results
+ * must be those that this program computes for the same operation.
+ */
 static const char *atomic_operations(size_t arg)
 {
 	static const struct {
@@ -1961,7 +1964,7 @@ static const char *multi_recv_by_default(size_t arg)
 
 /* ---------------------------------------------------------------- patterns of traffic */
 
-/* Added to the way to wait: messages have tags. */
+/* A test whose messages have tags gets the sum of the way to wait and this number as its argument. */
 enum { TAGS = HOWS };
 
 /* Messages go back and forth. `arg` is the way to wait, plus TAGS if the messages have tags. */

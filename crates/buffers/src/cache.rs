@@ -45,8 +45,8 @@ fn table() -> MutexGuard<'static, Table> {
             }
             Taken::One(Change::Moved { start, end, to }) => {
                 table.invalidate(&(start..end), None, Some(watch), false);
-                // The memory is still watched at its new address. If the program has already used it there, that registration ends too,
-                // because its memory is not watched any more.
+                // The kernel goes on watching the memory at its new address until `forget` below ends this. The program may already have used
+                // the memory there. The registrations at the new address therefore end too: changes of their memory will not be reported.
                 let new = to..to + (end - start);
                 table.invalidate(&new, None, Some(watch), true);
                 watch.forget(&new);
@@ -162,7 +162,8 @@ pub(crate) enum Answer {
 
 /// Returns whether the table contains no registrations of changed memory. The caller has locked the table.
 fn is_settled() -> bool {
-    // The order matters: a change counts for the kernel until it was read, and for `CHANGES` from before that moment on.
+    // The order matters. The kernel counts a change until its report has been read. `CHANGES` counts it from before the report is read until it
+    // is taken. So a change that the first check does not find any more is found by the second.
     watch().is_ok_and(Watch::settled) && CHANGES.are_taken()
 }
 
@@ -290,7 +291,7 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    /// As a signal handler does that interrupts a thread with the lock.
+    /// A signal handler that interrupts a thread with the lock may do this.
     #[test]
     fn a_thread_with_the_lock_may_unmap_watched_memory() {
         let Ok(watch) = watch() else {

@@ -1,4 +1,4 @@
-//! The changes of memory that were read from the kernel, until they are removed from the table.
+//! A queue of the changes of memory that the kernel has reported: each waits until the registrations of that memory are removed from the table.
 //!
 //! The thread that reads the kernel's reports adds the changes, without any lock. So a thread of the program that has locked the table may
 //! itself change watched memory, or wait for a thread that does: a signal handler that interrupts it may unmap memory, and a

@@ -306,7 +306,8 @@ fn each_request_to_a_standard_peer_completes_once() {
     }
 }
 
-/// A reset closes the stream at once, as if the process had ended, or after a Bye.
+/// With an even seed, the end that is reset sends a Bye before its stream closes. With an odd seed, the reset closes the stream at once, as if
+/// the process had ended.
 #[test]
 fn a_reset_discards_everything_and_the_other_end_notices() {
     const LEN: usize = 200_000;
@@ -360,7 +361,8 @@ fn a_reset_discards_everything_and_the_other_end_notices() {
             assert!(w[a].bytes(&here) == bytes);
         }
         if written == 2 && says_bye {
-            // Only new requests fail, after the time of hardware's retransmissions.
+            // All requests had completed when the peer left, so the queue pair has not failed. Only a new request would fail, after the
+            // time for which hardware would retransmit it.
             assert_eq!(w[b].conn.state(), State::Rts);
         }
     });

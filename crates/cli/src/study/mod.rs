@@ -161,7 +161,7 @@ fn clock(seconds: f64) -> String {
     }
 }
 
-/// Prints the hints that the results in a report's folder give.
+/// Prints advice for programs on this machine, based on the results in the folder of a report.
 fn hints(args: &Hints, all: &[Experiment]) -> Result<ExitCode, String> {
     let folder = &args.report;
     let Some(conditions) = Store::last(folder) else {
@@ -290,7 +290,7 @@ impl<'a> Work<'a> {
         print!("{}", report.summary(&ids));
         println!("{}", page.display());
         if self.over() {
-            eprintln!("anywarp: interrupted: the same command continues here");
+            eprintln!("anywarp: interrupted: when started again, the same command continues here");
             return Ok(ExitCode::from(INTERRUPTED));
         }
         Ok(if report.failed(&ids) {

@@ -1,6 +1,6 @@
 //! A trunk: one TCP connection that carries the streams of many queue pairs of two processes.
 //!
-//! Each queue pair would need its own system calls, segments and acknowledgements of TCP, and the kernel's part of the work would grow
+//! Without a trunk, each queue pair needs its own system calls, segments and acknowledgements of TCP, and the kernel's part of the work grows
 //! with the number of queue pairs. On a trunk one system call sends what several queue pairs have added
 //! ([`together`]), and one receives it. The format is in [`anywarp_core::wire::trunk`], the hand-over
 //! of a stream in `core/src/connection/handover.rs`.
@@ -44,9 +44,9 @@ const PENDING_MAX_ENDING: usize = 2 * PENDING_MAX;
 const RX_TURN_BYTES: usize = 1 << 20;
 /// How long received frames are handled before other sources have their turn.
 const TURN_TIME: Duration = Duration::from_micros(200);
-/// The longest wait of a polling thread for the rest of a message that has arrived in part: since bytes last arrived.
+/// A polling thread that waits for the rest of a message that has arrived in part gives up when no bytes have arrived for this time.
 pub(crate) const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
-/// The same in total. 1 MiB takes 0.2 to 0.4 ms.
+/// It also gives up when the whole wait has taken this time. 1 MiB takes 0.2 to 0.4 ms.
 pub(crate) const REST_TIME_MAX: Duration = Duration::from_millis(1);
 /// A batch of at least this number of bytes is sent without being copied.
 const UNCOPIED: usize = 32 << 10;
@@ -835,7 +835,8 @@ impl Trunk {
         if outcome == Outcome::Eof {
             let _ = rustix::net::shutdown(self.fd.get(), rustix::net::Shutdown::Both);
         } else {
-            // A reset: if the connection ended in order, the peer would take everything that it has sent as received.
+            // Resets the connection. After an orderly end, the peer would conclude from TCP's acknowledgements that this end has handled all
+            // that the peer has sent.
             let _ = rustix::net::connect_unspec(self.fd.get());
         }
         log!(

@@ -6,8 +6,8 @@ use anywarp_core::wire::trunk::Kind;
 
 use crate::net::trunk::{self, Process, Trunk};
 
-/// Bytes that a peer may send before this end has read the peer's last message on the own connection: an acknowledgement, a Terminate,
-/// a Bye.
+/// The most bytes that a peer may send on the trunk before this end has read the peer's last message on the own connection. Such bytes are
+/// called *early*. They can be an acknowledgement, a Terminate or a Bye.
 const EARLY_MAX: usize = 4096;
 
 /// The place of a queue pair on a trunk, or the offer of one.
@@ -40,7 +40,7 @@ pub(super) struct Seat {
     pub(super) gone: bool,
     /// Whether the peer has closed the own connection.
     pub(super) closed: bool,
-    /// At the last check whether the trunk still receives: the bytes that it had received, and the number of checks.
+    /// How many bytes the trunk had received at the last check whether it still receives, and how many such checks were made.
     pub(super) checked: (u64, u32),
 }
 
