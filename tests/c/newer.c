@@ -206,7 +206,7 @@ static const char *buffers(size_t arg)
 	return NULL;
 }
 
-/* A parent domain may permit memory that is not encrypted. Buffers of a device that needs no such memory are plain ones. */
+/* A parent domain may permit memory that is not encrypted. This device does not need such memory: buffers of the domain are plain ones. */
 static const char *buffers_of_a_parent_domain(size_t arg)
 {
 	struct ibv_parent_domain_init_attr attr = { .comp_mask = MASK_UNPROTECTED };
@@ -473,9 +473,9 @@ static const char *addresses_in_background(size_t arg)
 		ENSURE(!query_addrinfo(id, &list), "rdma_query_addrinfo: %s", strerror(errno));
 		struct sockaddr_in *to = (void *)list->ai_dst_addr;
 		ENSURE(to && to->sin_family == AF_INET && to->sin_addr.s_addr == htonl(INADDR_LOOPBACK) &&
-			       to->sin_port == htons(7471), "the resolved address is another one");
+			       to->sin_port == htons(7471), "the resolved address is not that of the arguments");
 		ENSURE(list->ai_port_space == RDMA_PS_TCP && list->ai_qp_type == IBV_QPT_RC,
-		       "the resolved port space or type is another one");
+		       "the resolved port space or type is not that of the hints");
 		rdma_freeaddrinfo(list);
 	}
 	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NUMERICHOST };

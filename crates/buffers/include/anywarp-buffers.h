@@ -25,7 +25,7 @@ struct awbuf_attr {
 	size_t pool_bytes;     /* limit of the memory for copies, for each direction; default 16 MiB */
 	size_t cache_bytes;    /* limit of the bytes with cached registrations; default 256 MiB */
 	size_t piece_size;     /* length of a piece; default 1 MiB */
-	unsigned int threads;  /* number of threads that register pieces, with the caller; default: processors, at most 4 */
+	unsigned int threads;  /* number of threads that register pieces, including the caller; default: number of processors, at most 4 */
 	unsigned int flags;    /* AWBUF_NO_CACHE, AWBUF_NO_WATCH */
 };
 

@@ -276,7 +276,7 @@ static uint64_t name(const uint8_t *data, uint64_t len)
 	if (word >= WINDOW)
 		return expected;
 	guess = expected - expected % WINDOW + word;
-	/* Many consecutive messages may be missing, but few arrive late. */
+	/* Any number of consecutive messages may be missing, but a message is late by at most LATE messages. */
 	if (guess >= expected + WINDOW - LATE && guess >= WINDOW)
 		guess -= WINDOW;
 	else if (guess + LATE < expected)
@@ -420,8 +420,8 @@ static void post_half(uint64_t m, bool back)
 		die("ibv_post_send: %s", strerror(rc));
 }
 
-/* Posts both halves of WRITE_READ. If the Write is signaled, its completion is awaited before the Read; otherwise the Read
- * follows at once. */
+/* Posts the Write of WRITE_READ. If the Write is not signaled, the Read is posted at once; otherwise poll_sends() posts the Read
+ * when the Write has completed. */
 static void post_there_and_back(uint64_t m)
 {
 	post_half(m, false);
@@ -442,7 +442,7 @@ static void post(uint64_t count, bool last)
 	posted += count;
 }
 
-/* Posts receives. Each buffer has room for a route header before the payload, which begins at a page or cache line. */
+/* Posts receives. Each buffer has room for a route header before the payload. The payload begins at the start of a cache line. */
 static void post_receives(uint64_t from, uint64_t count)
 {
 	static struct ibv_recv_wr wr[BATCH];
@@ -518,7 +518,8 @@ static uint64_t id_of_zero, swept;
 static uint64_t *prepared, *spoilt, processed;
 static bool id_known;
 
-/* Returns the number of unread records. The record that is being processed does not count as unread. */
+/* Returns the number of unread records, and of those that were discarded because the queue of records was full. The record that is being
+ * processed does not count. */
 static uint64_t behind(void)
 {
 	struct anywarpdv_counters c;

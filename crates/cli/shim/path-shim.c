@@ -283,7 +283,7 @@ static bool fill_tree(const char *top, const struct gid *table, int n)
 	    !put_folder(dev, "ports/1/gid_attrs") || !put_folder(dev, "ports/1/gid_attrs/types") ||
 	    !put_folder(dev, "ports/1/gid_attrs/ndevs"))
 		return false;
-	/* Without such a file there is no entry: then a read fails too, with ENOENT. */
+	/* Without such a file these entries are left out, so that opening one fails with ENOENT. */
 	unreadable = is_unreadable();
 	for (int i = 0; i < GIDS; i++) {
 		const char *const attrs[] = { "types", "ndevs" };
@@ -502,7 +502,7 @@ EXPORT int chdir(const char *path)
 
 /*
  * Before glibc 2.33 there was no function stat, only __xstat with a version. Since then __xstat exists for old programs only.
- * Each is implemented with the one that exists.
+ * Each function below calls the next one of its name, or the other one if the C library does not have it.
  */
 int __xstat(int version, const char *path, struct stat *s);
 int __lxstat(int version, const char *path, struct stat *s);

@@ -172,7 +172,7 @@ const CAPABILITIES_MAX: usize = 64;
 /// as for set-user-ID.
 pub(crate) fn has_capabilities(path: &Path) -> bool {
     let mut value = [0; CAPABILITIES_MAX];
-    // With an empty buffer the call returns 0 whether or not the attribute exists.
+    // With an empty buffer the call would return 0 as the length of an attribute that exists.
     match rustix::fs::getxattr(path, "security.capability", &mut value[..]) {
         Ok(length) => length > 0,
         Err(e) => e == rustix::io::Errno::RANGE,

@@ -3,7 +3,7 @@
 //! To wake a thread on another processor can take longer than the answer of the peer. If both ends poll while they wait for each other,
 //! no thread has to be woken. Polling is of no use if the peer needs the processor of this thread, and is a waste if the answer takes
 //! long. So a thread measures some of its waits, tries to poll if they are neither very short nor long, and continues only while its
-//! waits are less than half as long as before. After each failure it tries more seldom.
+//! waits are less than half as long as before. With each failure in succession it tries more seldom.
 //!
 //! A try succeeds only if the other end tries at the same time, because until then that end has to be woken. So the times at which threads
 //! try again are multiples of periods of the host's clock, which are the same for all threads.
@@ -41,7 +41,7 @@ enum Plan {
 enum Polled {
     /// An answer has arrived.
     Found,
-    /// The thread has slept after the polls.
+    /// No answer has arrived in the time for polls, so this thread has slept after them.
     Nothing,
     /// Another thread has used the processor meanwhile, so this thread has stopped polling and slept.
     Preempted,

@@ -133,7 +133,7 @@ pub(super) fn path_between(
 ) -> ibv_sa_path_rec {
     /// "Exactly", as a selector of a path record.
     const EXACTLY: u8 = 2;
-    /// The packet lifetime that rdma_cm assumes for Ethernet: 4.096 µs × 2^16, a quarter of a second.
+    /// The packet lifetime that rdma_cm assumes for Ethernet: 4.096 µs × 2^16, about a quarter of a second.
     const PACKET_LIFE_TIME: u8 = 16;
     // An acknowledgement takes the lifetime of two packets.
     let packet_life_time = match ack_timeout {

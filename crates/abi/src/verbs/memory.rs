@@ -167,8 +167,8 @@ entry! {
             let domain = if new_domain { pd } else { std::ptr::null_mut() };
             (live::<MrObject, _>(mr)?, live_if_any::<PdObject, _>(domain)?)
         };
-        // Only a region of the program's memory changes. The change of an imported handle would not reach the original one, which
-        // would then not deregister the memory.
+        // Only a region of the program's memory or of a buffer can be changed. If an imported handle were changed, the original handle
+        // would keep the old registration, and deregistering it would not end the new one.
         let is_plain = matches!(region.backing, Backing::Program | Backing::Buffer(_));
         if !is_plain || matches!(region.engine.region().kind(), Kind::Null { .. }) {
             return invalid();

@@ -176,7 +176,7 @@ impl Report {
     pub(crate) fn head(&self) -> String {
         let c = &self.conditions;
         let mut text = format!(
-            "{}, {} processors, Linux {}, load {}; ends on processors {}; {} repetitions{}\n\
+            "{}, {} processors, Linux {}, load {}; server and client on processors {}; {} repetitions{}\n\
              TCP congestion control of this host: {}; variables: ",
             c.cpu,
             c.processors,

@@ -481,7 +481,7 @@ impl Report {
     }
 }
 
-/// Returns the options of this measurement as they were given.
+/// Returns the options of this measurement as they are typed. Most of those with their default value are left out.
 fn options(args: &Perf) -> String {
     let mut options = vec![format!(
         "--transport {} --op {}",

@@ -22,7 +22,7 @@ const GREETING: Duration = Duration::from_secs(5);
 /// The longest silence of a running end, which sends a message each second.
 pub(crate) const SILENCE: Duration = Duration::from_secs(10);
 
-/// The parameters or results, by name, of the *verbs program*, which each end starts for each run and which measures.
+/// Parameters or results by name: those of the *verbs program*, which each end starts for each run, and which does the measurement.
 pub(crate) type Numbers = BTreeMap<String, u64>;
 
 /// A message (one line).

@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
         }
         None => {
             println!(
-                "{address}: no: no {} with libanywarp-sockets.so is there, or its rules exclude the port",
+                "{address}: no: there is no {} with libanywarp-sockets.so, or its rules exclude the port",
                 if args.udp { "UDP socket" } else { "listener" }
             );
             Ok(ExitCode::FAILURE)

@@ -130,7 +130,7 @@ pub(crate) struct Lanes {
     #[arg(long, default_value = "rc:1")]
     pub(crate) background: String,
 
-    /// Weight of the favoured streams; with --blocking the high limit
+    /// Weight of the favoured streams; with --blocking, the value of qos_high_limit
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..))]
     pub(crate) factor: u8,
 

@@ -76,7 +76,7 @@ pub(crate) struct Judged {
     pub(crate) number: Option<f64>,
     /// The number with its spread, as text.
     pub(crate) text: String,
-    /// The points that more samples would help to decide.
+    /// The points of which more samples would help to decide the finding.
     pub(crate) doubtful: Vec<Params>,
     /// The number of points that the finding needs and that have no value.
     pub(crate) lacking: usize,
@@ -144,7 +144,7 @@ impl Number {
                 one.middle.count.min(other.middle.count),
             ),
         };
-        // The ratio to a value of 0 says nothing, and its noise would be that of all other ratios too.
+        // The ratio to a value of 0 says nothing, and its deviation would influence the estimated noise of all other ratios.
         if !value.is_finite() {
             return None;
         }
@@ -372,7 +372,7 @@ pub(crate) fn judge(
     };
     let lacking = lacking(finding, values, missing, x, places);
     if lacking > 0 {
-        // The other points alone could have another verdict than all of them.
+        // The verdict on the other points could differ from the verdict on all points.
         let points = if lacking == 1 {
             "a point has".to_owned()
         } else {

@@ -171,7 +171,8 @@ struct Network {
     variables: &'static [(&'static str, &'static str)],
 }
 
-/// UCX over the device. Open MPI's own transports are disabled, because otherwise one-sided operations would use them.
+/// UCX over the device, for messages and for one-sided operations. The variable OMPI_MCA_btl of these networks disables Open MPI's own
+/// transports, because otherwise one-sided operations would use them.
 const UCX: &[&str] = &["--mca", "pml", "ucx", "--mca", "osc", "ucx"];
 
 const NETWORKS: [Network; 7] = [
@@ -276,7 +277,7 @@ fn words(params: &Params, extent: Extent) -> (&'static str, Vec<String>) {
     let size = number(params, "size");
     let mut words = vec![test.to_owned(), size.to_string()];
     // The seconds that one step takes, or one message at 1 GB/s, without the 10 µs that are added below. The number of messages
-    // or steps is such that all together take about as long as a sample.
+    // or steps is such that all of them take about as long as one sample should take.
     let one = match test {
         "steps" => number(params, "compute") as f64 / 1e6,
         _ => size as f64 / 1e9,

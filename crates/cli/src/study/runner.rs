@@ -95,7 +95,7 @@ impl Server {
         !self.lost && self.child.as_mut().is_none_or(runs)
     }
 
-    /// Returns the session with the server, or a new one if it was not used for too long.
+    /// Returns the session with the server, or a new one if there is none or its last use was more than [`IDLE`] ago.
     fn session(&mut self) -> Result<Session, String> {
         if let Some(session) = self.session.take_if(|_| self.used.elapsed() < IDLE) {
             return Ok(session);

@@ -206,7 +206,7 @@ impl HandoverState {
         self.set_offer_at();
     }
 
-    /// This stream no longer offers `carrier`. If `until` is given, it offers the carrier after that many requests.
+    /// Offers `carrier` no more, or, if `until` is given, only when both ends together have made that many requests.
     pub(super) fn decline(&mut self, carrier: Carrier, until: Option<u32>) {
         match carrier {
             Carrier::SharedMemory => self.after.shm = until,

@@ -1052,8 +1052,8 @@ fn uc_datagrams_of_a_new_epoch_are_received_and_those_of_the_old_one_are_not() {
     arrived(&b, SEND, 1);
 }
 
-/// A forged datagram with another epoch has no effect if its message cannot be received. Otherwise the datagrams of the peer are late for
-/// a limited time.
+/// A forged datagram with another epoch has no effect if its message cannot be received. Otherwise the datagrams of the real peer are
+/// dropped as late for a limited time.
 #[test]
 fn uc_forged_epoch_stops_the_peer_for_a_few_seconds_at_most() {
     let (mut a, mut b) = pair(Kind::Uc);

@@ -9,8 +9,8 @@
 //! - Streams: [`Cork::on_post`] detects a burst: four posts with at most one idle poll between each and the next. A request
 //!   that is posted after two idle polls is sent at once, since the program waits for its result. [`Cork::is_busy`] excludes programs
 //!   that compute between their posts.
-//! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since it last sent datagrams,
-//!   because no acknowledgement of the peer triggers sending.
+//! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since any of these queue pairs last sent
+//!   posted datagrams, because no acknowledgement of the peer triggers sending.
 //!
 //! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
 

@@ -264,8 +264,8 @@ impl Lease {
     }
 
     /// Called when a request was posted and sent. A thread that polls will poll again, but a list of posts with a
-    /// system call for each may take longer than a lease. So posts renew the lease for [`POSTS_EXTEND_FOR`] after the
-    /// last poll, but not longer, because posts do not handle sockets and deadlines.
+    /// system call for each may take longer than a lease. So posts renew a running lease, but no longer than
+    /// [`POSTS_EXTEND_FOR`] after `polled_until`, because posts do not handle sockets and deadlines.
     #[inline]
     pub(super) fn on_post(&self, t: u64) -> Actions {
         if t < self.renew_at.load(Ordering::Relaxed) {
@@ -306,8 +306,7 @@ impl Lease {
         skips
     }
 
-    /// Called when a completion queue is armed: the thread is about to sleep, so its posts start no lease until it
-    /// has polled again.
+    /// Called when a completion queue is armed: the thread is about to sleep, so the next post starts no lease.
     pub(super) fn on_arm(&self) {
         self.posted_at.store(0, Ordering::Relaxed);
         if self.is_patient() {
@@ -368,7 +367,7 @@ impl Lease {
         t < self.until.load(Ordering::Acquire)
     }
 
-    /// Ends the lease now: polling threads stop handling the sockets.
+    /// Ends the lease now: the worker may handle the sockets until a poll or a post starts another lease.
     pub(super) fn end(&self) {
         self.is_by_post.store(false, Ordering::Relaxed);
         self.until.store(0, Ordering::Release);

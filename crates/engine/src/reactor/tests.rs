@@ -1,8 +1,9 @@
 //! Tests of the reactor with real sockets and timers, without a worker thread. A test calls the worker's methods itself.
 //!
 //! A *lease* is the time for which a polling thread handles the sockets; the worker leaves them alone until it ends. A request is *corked*
-//! if it is posted and kept back, to be sent together with the next ones. A socket is *hot* if each poll found something in it; it
-//! is then disarmed, so that it raises no events of epoll. A program *arms* a completion queue when it requests an event.
+//! if it is posted and kept back, to be sent together with the next ones. A socket is *hot* if the last successful check for ready sockets
+//! found no other one. After many receives with success it is *disarmed*: it raises no events of epoll. A program *arms* a completion queue
+//! when it requests an event.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -170,8 +171,8 @@ fn a_poll_that_sends_for_many_queue_pairs_keeps_its_lease() {
     assert!((0..20).any(|_| kept(false)), "acknowledgements");
 }
 
-/// A thread finds that the lease has not ended, and corks a request when it has. If the timer were not set again, no thread would send that
-/// request.
+/// A thread finds that the lease still runs, and corks a request after the lease has ended. If the timer were not set again, no thread would
+/// send that request.
 #[test]
 fn corking_after_the_end_of_the_lease_sets_the_timer_again() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -530,8 +531,8 @@ fn the_worker_does_not_sleep_while_requests_wait_for_an_acknowledgement() {
     assert!(!reactor.memory_prepare_sleep());
 }
 
-/// A poll can receive the byte that should wake the worker, although its lease has ended. The peer sends the next such byte only after the
-/// worker has slept again. So the poll starts a new lease: when it ends, the worker handles what has arrived.
+/// A poll can receive the byte that should wake the worker although no lease runs any more. The peer sends the next such byte only after the
+/// worker has slept again. So the poll starts a new lease, at whose end the worker handles what has arrived.
 #[test]
 fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     let reactor = reactor();
@@ -554,7 +555,7 @@ fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
 fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
     let reactor = reactor();
     let is_shortened_by = |take: &dyn Fn()| {
-        // If the test is preempted, the lease of the waiting thread may have ended, or nearly so.
+        // If the test is preempted, the lease of the waiting thread may have ended, or may be about to end.
         (0..100).any(|_| {
             reactor.lease.end();
             let t = reactor.epoch.nanos(clock::now());

@@ -83,8 +83,8 @@ impl Reliable {
         if let Some(base) = rx.skipped.take() {
             self.events.push_back(Event::Skipped(*peer, base));
         }
-        // A delivery after a wait is acknowledged at once, because the sender probes only from time to time. Without the order of packets,
-        // others are delivered while this one waits.
+        // A delivery after a wait is acknowledged at once, because the sender probes only from time to time. The numbers are compared
+        // because an unordered queue pair delivers other packets while one waits.
         rx.due |= rx.blocked_on.take_if(|(_, of)| *of == seq).is_some();
         let waits = rx.has_kept();
         if rx.due {
@@ -107,7 +107,8 @@ impl Reliable {
         let Some(rx) = state.rx.as_deref_mut() else {
             return;
         };
-        // Also if there is no memory for the datagram: the peer sends it again, and must not count as one that does not acknowledge.
+        // This is reported even if there is no memory for the datagram: the peer sends it again, and must not take this end for one that
+        // does not acknowledge.
         rx.blocked_on = Some((want, seq));
         rx.due = true;
         if keep(&mut self.shares, peer, rx, seq, data) {
@@ -143,7 +144,7 @@ impl Reliable {
             return false;
         }
         rx.refuse(why as u8);
-        // It may have waited for a resource before. Peers that wait for that resource do not wait for this one.
+        // The packet may have waited for a resource before. It no longer does, and must not delay other peers that wait for the resource.
         rx.blocked_on = None;
         rx.due = true;
         self.enqueue(*peer);
@@ -246,7 +247,7 @@ impl RxContext<'_> {
         };
         tx.silent_since = now;
         tx.set_room(state.room.into());
-        // Packets that request a proof have no time, but the number that proves it.
+        // Packets that request a proof contain the nonce in place of the time, so an echo of the nonce measures nothing.
         let time_echo = if packet.time_echo == state.nonce {
             0
         } else {
