@@ -77,20 +77,27 @@ fn query_host(protocol: Protocol, address: SocketAddr) -> io::Result<bool> {
     };
     let socket = UdpSocket::bind((any, 0))?;
     socket.connect((address.ip(), query::PORT))?;
-    socket.set_read_timeout(Some(WAIT))?;
     let mut nonce = [0u8; 8];
     rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
     let asked = query::query(protocol, address.port(), u64::from_ne_bytes(nonce));
     socket.send(&asked)?;
     let mut got = [0u8; 64];
     let until = Instant::now() + WAIT;
-    while Instant::now() < until {
-        let n = socket.recv(&mut got)?;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        socket.set_read_timeout(Some(left))?;
+        let n = match socket.recv(&mut got) {
+            Ok(n) => n,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => continue,
+            Err(e) => return Err(e),
+        };
         if let Some(yes) = query::parse_answer(got.get(..n).unwrap_or(&[]), &asked) {
             return Ok(yes);
         }
     }
-    Err(io::ErrorKind::TimedOut.into())
 }
 
 /// Returns the process and the user that have registered a listener or a UDP socket: those that
