@@ -143,8 +143,12 @@ impl Drop for Waiting<'_> {
 
 fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Result<usize, c_int> {
     let until = time.and_then(|t| Instant::now().checked_add(t));
+    // While this thread has the set, its descriptor stays open, so no other set gets the number.
+    let set = find(number)?;
     loop {
-        let set = find(number)?;
+        if !Arc::ptr_eq(&find(number)?, &set) {
+            return Err(libc::EBADF);
+        }
         let (members, changed, next) = {
             let mut state = set.state.lock();
             state.waiting += 1;
