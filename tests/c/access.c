@@ -485,7 +485,7 @@ static const char *rereg_refused(size_t arg)
 	return NULL;
 }
 
-/* A region of device memory, and the handle of a region that was imported, cannot be registered again. */
+/* ibv_rereg_mr refuses a region of device memory and the handle of an imported region. */
 static const char *rereg_of_others_refused(size_t arg)
 {
 	struct ibv_alloc_dm_attr attr = { .length = 64 };

@@ -4,8 +4,8 @@
  *
  * A test is a function that returns NULL if it passes, and otherwise the reason why it failed. It registers what it
  * opens with `keep()`. The harness closes these objects after the test, newest first, whether the test passed or not.
- * If closing one fails, the test fails. SIGALRM enforces the time limit, so a call that never returns ends the program
- * with a FAIL line.
+ * If closing one fails, the test fails. A test that runs in a separate process is an exception: this process ends without
+ * closing them. SIGALRM enforces the time limit, so a call that never returns ends the program with a FAIL line.
  *
  *   ok rc_send_4096
  *   FAIL rc_write_0 completion status 10 (remote access error), expected 0

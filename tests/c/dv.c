@@ -618,7 +618,7 @@ static const char *undisturbed(size_t arg)
 	return NULL;
 }
 
-/* A Read from a peer that does not exist times out, and so does a request of reliable datagrams. */
+/* A Read from a peer that does not answer, because its queue pair is in the error state, times out, with UD and with RD. */
 static const char *missing_peer(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = {

@@ -413,7 +413,7 @@ static int kill_stopped(void *what)
 	return waitpid(stopped, NULL, 0) != stopped;
 }
 
-/* Connects sockets to a process that then does not run any more, as a peer whose host has failed. */
+/* Connects sockets to a process and then stops it, so that it answers as little as a peer whose host has failed. */
 static const char *with_stopped_peer(exs_qhandle_t q, int *open, int count)
 {
 	struct sockaddr_in addr = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };

@@ -14,7 +14,7 @@ use crate::watch::Change;
 /// The most changes that wait. If more are read, all memory is taken for changed.
 const ROOM: usize = 1024;
 
-/// How often [`Changes::wait_for_reader`] lets other threads run. The thread that reads never waits, but may not run on a busy machine.
+/// How many times [`Changes::wait_for_reader`] lets other threads run. The thread that reads never waits, but may not get a processor at once.
 const WAITS: u32 = 1000;
 
 /// The kinds of changes in [`Slot::kind`].

@@ -149,8 +149,9 @@ pub(crate) enum Message {
     Ready {
         seq: u32,
         segment: Segment,
-        /// The number of the peer's last message with data or an advertisement that this end has received, or 0, if all receives before
-        /// this one have got data. `None`: the receive follows that of the last message of this kind.
+        /// `None`: the receive directly follows the one that the last message of this kind has advertised. `Some`: all receives before this
+        /// one have their data or are reading it. The number is that of the last message with data or an advertisement that the peer has
+        /// sent to this end, or 0 if there was none.
         last: Option<u32>,
         acks: Option<NonZeroU32>,
         /// Whether the STag is that of a memory window. [`Message::Written`] then is a Send with Invalidate, which ends the access to the

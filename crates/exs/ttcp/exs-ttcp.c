@@ -15,8 +15,8 @@
  *   sent                                ->
  *                                       <-     done CPU DEVICE COPIED LATENCIES
  *
- * The steps from "ready" on run twice, the first time to warm up. The time is measured from "ready" to "done". At last the client
- * sends "end", for a transaction after the server has sent "withdrawn".
+ * The steps from "ready" on run twice, the first time to warm up. The time is measured from "ready" to "done". At the end the client
+ * sends "end". In mode transaction it first waits until the server has sent "withdrawn".
  *
  * The first and last bytes of each message are made from its number and size, and the receiver compares them. With --verify all bytes are filled and
  * compared.
@@ -693,8 +693,8 @@ static struct latencies summary(double *pings, unsigned int count)
 }
 
 /*
- * Returns whether the memory contains the last message of each buffer. Sends end in order, so consecutive messages of a buffer are
- * `in_flight` messages apart.
+ * Returns whether the memory contains the last message of each buffer. Sends end in order, so the next message in a slot has a number
+ * that is larger by `in_flight`. Messages that share a buffer have the same content.
  */
 static bool has_last_messages(const struct end *e, unsigned int count)
 {

@@ -623,12 +623,12 @@ pub enum OneSided {
     Record(u32),
 }
 
-/// A record of a complete write.
+/// A record of a peer's write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
     /// Number of the writer's queue pair.
     pub qpn: u32,
-    /// The immediate data, if there is any.
+    /// The immediate data, if there is any and the write is complete.
     pub word: Option<u32>,
     /// The key of the written memory.
     pub rkey: u32,
@@ -1218,8 +1218,8 @@ pub(crate) fn error_of(wc: &Wc) -> i32 {
 /// How often a request is repeated until its queue pair fails.
 const RETRIES: u8 = 7;
 
-/// Returns the exponent of the acknowledgement timeout, 4.096 µs × 2^exponent, with which a queue pair fails after `ms` milliseconds
-/// without a response, or a little later.
+/// Returns the exponent of the acknowledgement timeout, 4.096 µs × 2^exponent, with which a queue pair fails after at least `ms`
+/// milliseconds without a response, and before twice that time. The time is never shorter than 0.5 s or longer than 20 hours.
 fn timeout_exponent(ms: u32) -> u8 {
     let longest = |exponent: u8| (4_096_u64 << exponent) * (u64::from(RETRIES) + 1) / 1_000_000;
     (14..31)

@@ -36,7 +36,7 @@ fn is_on() -> bool {
 }
 
 /// Returns whether a value of `ANYWARP_LOG` enables the log, and a warning if it is unknown. As in the device, an unknown value
-/// has the effect of none, and is reported although the log is off.
+/// leaves the log off, as if the variable were not set, and is reported nevertheless.
 fn read(level: &str) -> (bool, Option<String>) {
     let known = |name: &str| level.eq_ignore_ascii_case(name);
     if level.is_empty() || known("off") {

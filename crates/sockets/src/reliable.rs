@@ -341,8 +341,8 @@ impl Reliable {
 
     /// Returns how many datagrams were delivered and how many failed since the last call.
     ///
-    /// A datagram that fails soon after it was sent was on the way when its peer restarted, or when another socket took the peer's
-    /// port. It is sent once more, to the socket that has the port now.
+    /// If a datagram fails soon after it was sent, the usual reason is that it was on the way when its peer restarted, or when another
+    /// socket took the peer's port. It is sent once more, to the socket that has the port now.
     pub fn done(&mut self) -> Done {
         let mut done = Done::default();
         let mut all = Vec::new();

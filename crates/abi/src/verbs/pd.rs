@@ -58,7 +58,7 @@ entry! {
     /// `ibv_dealloc_pd(3)`: EBUSY while an object uses it.
     ///
     /// # Safety
-    /// `pd` came from `ibv_alloc_pd` and is not used after this returns 0.
+    /// `pd` is null, or came from `ibv_alloc_pd` or `ibv_alloc_parent_domain` and is not used after this returns 0.
     unsafe fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int, errno, {
         // SAFETY: upheld by the caller.
         let Some(pd) = unsafe { returned::<PdObject, _>(pd) }? else { return Ok(()) };

@@ -687,7 +687,7 @@ fn perftest(
     };
     let size: f64 = get("size").parse().unwrap_or(1.0);
     let streams = point.params.get("streams").map_or("1", String::as_str);
-    // The number of messages that takes about as long as a sample, if the throughput is 1 GB/s and a message takes 5 µs.
+    // This many messages take about as long as a sample should, if each needs 5 µs, and the time for its bytes at 1 GB/s.
     let count = (extent.seconds() / (size / 1e9 + 5e-6)).max(100.0);
     let port = sys::free_port().map_err(|e| e.to_string())?;
     let mut text = format!("{name} -F -p {port} -s {size} -n {count:.0} {layout}");

@@ -508,7 +508,7 @@ impl Connection {
     }
 
     /// Records that the peer has not connected although it has to (the end with the smaller address and number
-    /// connects). Posted requests fail with RETRY_EXC_ERR after `timeout` x `retry_cnt`, unless the peer connects first.
+    /// connects). Posted requests fail with RETRY_EXC_ERR after [`Self::silence_limit`], unless the peer connects first.
     pub fn handle_not_connected(&mut self) {
         self.peer_left = true;
     }

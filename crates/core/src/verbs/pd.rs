@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 pub struct Pd {
     id: u32,
     users: AtomicUsize,
-    /// The domain of which this one is a parent domain. That domain must not be freed before this one.
+    /// The domain of which this one is a parent domain or an imported handle. That domain must not be freed before this one.
     of: Option<Arc<Self>>,
 }
 
@@ -23,8 +23,8 @@ impl Pd {
         }
     }
 
-    /// A parent domain of `of` (`ibv_alloc_parent_domain(3)`): objects of both domains may be used together, but each
-    /// domain counts its own objects.
+    /// A parent domain of `of` (`ibv_alloc_parent_domain(3)`), or an imported handle of it (`ibv_import_pd(3)`): objects of both
+    /// may be used together, but each counts its own objects.
     pub fn within(of: &Arc<Self>) -> Self {
         of.enter();
         Self {
@@ -34,7 +34,7 @@ impl Pd {
         }
     }
 
-    /// The domain's number, for comparison only.
+    /// The domain's number. A parent domain and an imported handle have that of their domain.
     pub fn id(&self) -> u32 {
         self.id
     }

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 /// A run: consecutive numbers of packets that have arrived although an earlier packet is missing. The end is exclusive.
 pub type Run = (u32, u32);
 
-/// The runs of one packet. Most packets have none, so the inline space is for two: it is copied with each [`Packet`].
+/// The runs of one packet. The inline space has room for only two, because it is copied with each [`Packet`], and most packets have none.
 pub type Runs = SmallVec<[Run; 2]>;
 
 /// The header of a packet.
@@ -50,11 +50,11 @@ pub struct Packet {
     pub instance: u32,
     /// Bytes that the sender of this packet accepts beyond `ack`, counted as the kernel counts memory of sockets.
     pub window: u32,
-    /// Time of the sender, in microseconds.
+    /// Time of the sender in microseconds, or a random number that the receiver has to return as a proof of its address.
     pub time: u32,
     /// The time of the packet that this one answers, 0 for none.
     pub time_echo: u32,
-    /// Packets that arrived beyond `ack`.
+    /// Packets from `ack` on that have arrived.
     pub arrived: Runs,
     /// C: the sender does not know the receiver yet, which has to echo the token first.
     pub challenge: bool,

@@ -263,7 +263,7 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     for endpoint in state.endpoints.values_mut() {
         endpoint.arm();
     }
-    // The device raises no event for completions that arrived before its completion queue was armed, so all of them are handled.
+    // Completions that arrived before the completion queue was armed may raise no event, so all of them are handled.
     let mut is_rest = false;
     for _ in 0..limits::BATCHES_BEFORE_WAIT {
         is_rest = state.progress();
@@ -280,8 +280,8 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
         return Err(FI_EAGAIN);
     }
     queue.armed = true;
-    // No event tells that a peer has ended while nothing is on the way to it. The program then wakes up now and then, and its next call asks
-    // the peers.
+    // If a peer ends while nothing is on the way to it, no event reports this. So while an operation waits for a peer, the program is woken
+    // now and then, and its next call asks the peers.
     if state.endpoints.iter().any(|(_, ep)| ep.waits_for_peers()) {
         wait.wake_after(ASK_PEERS_EVERY);
     }

@@ -2,7 +2,8 @@
 //!
 //! Each function looks the descriptor up and passes calls that do not concern this library to the kernel. A thread may be
 //! cancelled while it waits in the kernel, which unwinds its stack. So the functions that directly make calls that may wait hold no values
-//! with destructors, except those that record that the thread no longer sleeps (`data.rs`, `wait.rs`).
+//! with destructors, except values that record that the thread no longer sleeps (`data.rs`, `wait.rs`), and the lists of descriptors in
+//! `wait.rs`.
 
 mod batch;
 mod buffers;

@@ -623,7 +623,7 @@ pub unsafe extern "C-unwind" fn epoll_ctl(
     }
 }
 
-/// Waits for a set that contains streams. Returns `None` if it contains none.
+/// Waits for a set that contains streams. Returns `None` if it contains none, or if the kernel has to refuse the program's array.
 fn epoll(
     epfd: c_int,
     events: *mut epoll_event,

@@ -90,8 +90,9 @@ pub(super) enum Event {
     Lost(Peer, Status),
     /// The queue pair of the peer was replaced by another one, and no packet was under way to the old one.
     Restarted(Peer),
-    /// Packets of this peer before this number that are missing will never arrive. Messages without a later packet
-    /// stay incomplete. `u64::MAX`: the peer is forgotten, and its incomplete messages make no records.
+    /// Packets of this peer that are missing before this number will never arrive. So the peer's incomplete messages of which all
+    /// arrived packets are before this number are given up. `u64::MAX`: the session with the peer is over, and its incomplete messages
+    /// make no records.
     Skipped(Peer, u64),
 }
 
@@ -294,8 +295,7 @@ pub(super) struct Reliable {
     /// uses.
     shares: Shares,
     queued: VecDeque<Peer>,
-    /// A sender that its peer does not need any more, because nothing is under way to that peer.
-    /// Its memory is used for the next sender.
+    /// The [`Sender`] of a peer to which nothing is under way any more. Its memory is used for the next one.
     spare_sender: Option<Box<Sender>>,
     timers: BTreeSet<(Duration, Peer)>,
     /// Challenges to peers that have not proved their addresses.
@@ -449,7 +449,7 @@ const IDLE: Duration = Duration::from_secs(60);
 const YOUNG: Duration = Duration::from_secs(50);
 /// How long a proof of an address is valid, seconds.
 const PROOF: u32 = 60;
-/// How many seconds before its end a new one is requested, so that packets under way need not wait for it.
+/// How many seconds before a proof expires a new proof is requested, so that packets under way need not wait for it.
 const RENEWAL: u32 = 10;
 /// An unproven address gets at most this multiple of the bytes that came from it.
 const AMPLIFICATION: usize = 3;

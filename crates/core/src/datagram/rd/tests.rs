@@ -168,8 +168,8 @@ fn numbers_continue_after_a_peer_was_forgotten() {
     assert_eq!(rd.peers[&peer()].next, first + 5);
 }
 
-/// A network can use half of all entries, the next network half of the rest, and a host less. There is an entry left
-/// for a new peer. Peers to which this end sends first are not limited.
+/// A network can use half of all entries, the next network half of the rest. One host alone can use a third of all entries. So entries
+/// are left for peers of other networks. Peers to which this end sends first are not limited.
 #[test]
 fn no_network_or_host_can_use_all_entries() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -380,7 +380,7 @@ fn waiting_packets_are_limited_and_counted() {
             comes(&mut rd, who, 78, 100);
         }
         assert_eq!(rd.shares.waiting(), 0);
-        // Packets with the old token.
+        // Packets with the old token are dropped.
         assert_eq!(comes(&mut rd, 1, 77, 100), RxOutcome::Nothing);
         assert_eq!(rd.peers[&of(1)].echo, 78);
     }
@@ -645,8 +645,8 @@ fn the_rest_of_a_message_fails_when_the_peer_has_forgotten_the_beginning() {
     }
 }
 
-/// A new session has a new token, even within the lifetime of the old one, and it is not taken for the session of a queue
-/// pair that was idle. Packets under way to the old session fail, and none of them is delivered in the new one.
+/// A new session has a new token, even while the old token is still valid. The peer does not take it for the old session of a queue
+/// pair that has only been idle. Packets under way to the old session fail, and none of them is delivered in the new one.
 #[test]
 fn a_new_session_is_noticed_by_the_peer() {
     for under_way in [false, true] {
@@ -944,7 +944,7 @@ fn answers_without_acknowledgement_use_bounded_memory() {
     assert_eq!(rd.shares.answers(), 0);
 }
 
-/// Lets a peer answer everything for `seconds`, while it acknowledges nothing. Returns when it is given up.
+/// Lets a peer answer everything for `seconds`, while it acknowledges nothing. Returns the second in which it is given up, and why.
 fn lost_after(
     seconds: u64,
     not_ready: fn(u64) -> bool,
@@ -984,12 +984,13 @@ fn a_peer_without_progress_is_given_up() {
     let (lost, why) = lost_after(30, |_| true, most).unwrap();
     assert!((3..6).contains(&lost), "{lost} s");
     assert_eq!(why, Status::RnrRetryExceeded);
-    // A peer that takes the report back now and then has no more time.
+    // A peer that now and then takes the report back gets no additional time by that.
     let (lost, _) = lost_after(30, |tick| tick % 7 != 0, most).unwrap();
     assert!((3..6).contains(&lost), "{lost} s");
 }
 
-/// A peer to which packets are under way has to prove its address again too. One that returns the number in time does not notice.
+/// A peer to which packets are under way has to prove its address again too. If it returns the number in the packets in time, sending is
+/// not interrupted.
 #[test]
 fn the_proof_of_an_address_ends_while_packets_are_under_way() {
     for honest in [true, false] {
@@ -1050,7 +1051,7 @@ fn a_refused_message_does_not_wait_any_more() {
     assert!(!rd.is_blocked(&peer(), Resource::Receive));
 }
 
-/// Without the order of packets, those that are delivered while another one waits for a receive do not end that wait.
+/// If packets are delivered in any order, a packet that waits for a receive goes on waiting while later ones are delivered.
 #[test]
 fn a_packet_waits_while_later_ones_are_delivered() {
     let now = Duration::from_secs(6);

@@ -20,8 +20,8 @@ use crate::wire::rd::Packet;
 
 impl Reliable {
     /// Whether a datagram of `len` bytes may be sent to `peer` now. A peer that is not known is asked for its token
-    /// first. A peer whose address is not proven has to prove it before much is sent, and a peer that was given up has to
-    /// be heard.
+    /// first. A peer whose address is not proven has to prove it before much is sent. After packets to a peer were given up, a
+    /// packet has to arrive from it before more is sent.
     pub(in crate::datagram) fn may_send(
         &mut self,
         peer: &Peer,
