@@ -23,7 +23,7 @@
 #define MEMORY_LEN (4096u + 2 * RING)
 #define PROOF_AT 8
 #define CONNECTION_AT 2048
-#define MAGIC 0x6177636172720004u
+#define MAGIC 0x6177636172720005u
 
 /* Control messages of anywarp (crates/core/src/wire/control.rs). */
 enum { HELLO = 1, HANDOVER = 12 };
