@@ -526,8 +526,10 @@ pub unsafe extern "C-unwind" fn select(
     let started = Instant::now();
     match select_with(n, r, w, e, until, std::ptr::null()) {
         Some(result) => {
-            if !timeout.is_null() && result >= 0 {
-                // Linux writes the remaining time back.
+            let is_over =
+                result >= 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EINTR);
+            if !timeout.is_null() && is_over {
+                // Linux writes the remaining time back, also when a signal ends the call.
                 // SAFETY: upheld by the caller.
                 unsafe {
                     let t = *timeout;
