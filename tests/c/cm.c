@@ -2199,6 +2199,27 @@ static const char *datagrams_not_answered(size_t gets_request)
 	return not_readable(s.server_channel->fd, 300);
 }
 
+/* Without a listener the request fails soon, and the event says that the peer does not support the service. */
+static const char *datagrams_refused(size_t is_bound)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct fixture s;
+	struct event_copy t;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_UDP));
+	TRY(new_client(&s, RDMA_PS_UDP));
+	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	if (is_bound) {
+		TRY(new_id(&s.listener, s.server_channel, RDMA_PS_UDP));
+		ENSURE(!rdma_bind_addr(s.listener, sa(&s.address)), "rdma_bind_addr: %s", strerror(errno));
+	}
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(any_event(s.client_channel, &t, WAIT_MS));
+	ENSURE(t.type == RDMA_CM_EVENT_UNREACHABLE, "event %s, expected UNREACHABLE", rdma_event_str(t.type));
+	ENSURE(t.status == 1, "status %d, expected that of a service that is not supported", t.status);
+	return NULL;
+}
+
 /* A request cannot be answered after its listener was destroyed, however often it is tried. */
 static const char *datagrams_without_listener(size_t accepts)
 {
@@ -2686,6 +2707,8 @@ static const struct test tests[] = {
 	{ "datagrams_wildcard", datagrams_wildcard, AF_INET, 0, false },
 	{ "datagrams_wildcard_ipv6", datagrams_wildcard, AF_INET6, 0, false },
 	{ "datagrams_rejected", datagrams_rejected, 0, 0, false },
+	{ "datagrams_refused", datagrams_refused, 0, 0, false },
+	{ "datagrams_refused_by_a_bound_port", datagrams_refused, 1, 0, false },
 	{ "datagrams_not_answered", datagrams_not_answered, 1, 0, false },
 	{ "datagrams_listener_destroyed", datagrams_not_answered, 0, 0, false },
 	{ "datagrams_accepted_without_listener", datagrams_without_listener, 1, 0, false },

@@ -23,7 +23,7 @@ use crate::qp::{Manager, RcQp};
 /// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). The
 /// connect request of an RDMA adapter is a management datagram and takes milliseconds to arrive; a TCP connection is
 /// refused after microseconds. See docs/decisions/004.
-const RETRY_REFUSED: Duration = Duration::from_millis(400);
+pub(super) const RETRY_REFUSED: Duration = Duration::from_millis(400);
 
 impl CmId {
     /// Connects (`rdma_connect(3)`).

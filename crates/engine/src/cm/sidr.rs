@@ -24,6 +24,8 @@ const HEADER_BYTES: usize = 28;
 /// Largest number of bytes sent to a requester for each byte received from it. The requester's address is not
 /// verified and may be forged (compare RFC 9000 §8.1).
 const AMPLIFICATION_MAX: usize = 3;
+/// Status of a request to a port without a listener.
+pub(super) const UNSUPPORTED: u8 = 1;
 /// Status of a reply that rejects a request.
 pub(super) const REJECT: u8 = 2;
 
@@ -97,6 +99,12 @@ impl Endpoint {
         request.tries += 1;
         self.send_now();
         Some(RETRY_INTERVAL)
+    }
+
+    /// For how long the outstanding request has been tried.
+    pub(super) fn tried_for(&self) -> Duration {
+        let tries = self.request.as_ref().map_or(0, |r| r.tries);
+        RETRY_INTERVAL * tries
     }
 
     /// Sends the outstanding request.

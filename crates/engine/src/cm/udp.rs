@@ -14,13 +14,14 @@ use anywarp_core::wire::dgram::{CM_PRIVATE_DATA, Cm, CmReply, CmRequest};
 use anywarp_core::wire::signpost::Port;
 use rustix::net::SocketType;
 
+use super::active::RETRY_REFUSED;
 use super::sidr::{self, Budget, Endpoint, Outstanding, RequestId};
 use super::state::{Input, Phase};
 use super::{CmId, ConnParam, Event, EventKind, Peer, Requester, State, os};
 use crate::clock;
 use crate::connect::signpost::{self, Location, QueryResult};
 use crate::fd::EngineFd;
-use crate::locks::Rank;
+use crate::locks::{MutexGuard, Rank};
 use crate::net::route::GROUP_PORT;
 use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
@@ -132,15 +133,20 @@ impl CmId {
                 }
                 return;
             }
-            let endpoint = state.udp.take();
-            if let Some(query) = state.query.take() {
-                query.cancel();
-            }
-            state.end();
-            drop(state);
-            self.drop_udp(endpoint);
+            self.give_up(state, -libc::ETIMEDOUT);
         }
-        self.push(EventKind::Unreachable, -libc::ETIMEDOUT);
+    }
+
+    /// Ends an outstanding request with `RDMA_CM_EVENT_UNREACHABLE`.
+    fn give_up(&self, mut state: MutexGuard<'_, State>, status: i32) {
+        let endpoint = state.udp.take();
+        if let Some(query) = state.query.take() {
+            query.cancel();
+        }
+        state.end();
+        drop(state);
+        self.drop_udp(endpoint);
+        self.push(EventKind::Unreachable, status);
     }
 
     /// Queries the peer's signpost for the listener's UDP port, unless a query is outstanding.
@@ -172,15 +178,26 @@ impl CmId {
     }
 
     /// Sends the request to the port in the signpost's answer. Without an answer, the next try of the request repeats
-    /// the query.
+    /// the query. So it does at first if there is no listener: perhaps the peer's program is starting.
     fn listener_found(&self, remote: SocketAddr, location: Location) {
-        let Location::At(port) = location else { return };
         let mut state = self.lock();
-        if let Some(endpoint) = &mut state.udp {
-            let mut to = remote;
-            to.set_port(port);
-            endpoint.to = Some(to);
-            endpoint.send_now();
+        let is_connecting = state.phase == Phase::Connecting;
+        let Some(endpoint) = &mut state.udp else {
+            return;
+        };
+        match location {
+            Location::At(port) => {
+                let mut to = remote;
+                to.set_port(port);
+                endpoint.to = Some(to);
+                endpoint.send_now();
+            }
+            Location::SamePort | Location::NotListening => {
+                if is_connecting && endpoint.tried_for() > RETRY_REFUSED {
+                    self.give_up(state, sidr::UNSUPPORTED.into());
+                }
+            }
+            Location::Unanswered => {}
         }
     }
 
