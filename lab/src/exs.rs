@@ -157,7 +157,7 @@ const ROWS: &[Row] = &[
 ];
 
 const NORMAL: Row = exs("exs normal 1 MiB", "--mode normal --size 1M", 800);
-/// `ib_read_bw` and `ib_write_bw` have one buffer for each queue pair, also for several messages in flight, and `rstream` has one buffer.
+/// `ib_read_bw` and `ib_write_bw` have one buffer for each queue pair, however many messages are in flight, and `rstream` has one buffer.
 /// `exs-ttcp` has by default one buffer for each message in flight, and more buffers need more of the processor's cache. So bounds
 /// compare these programs with rows of `exs-ttcp` that have as many buffers.
 const ONE_NORMAL: Row = exs(
@@ -509,8 +509,8 @@ fn median(values: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Runs several pings with one message in flight at the same time. Their ends are interrupted often, so that an end that uses the
-/// buffer of the next message for the current one finds wrong data.
+/// Runs several pings at the same time, each with one message in flight. Their ends are interrupted often, so that an end that uses
+/// the buffer of the next message for the current one finds wrong data.
 fn simultaneous_pings() -> Result {
     let ttcp = sh::dist().join("bin/exs-ttcp");
     let start = |_| {

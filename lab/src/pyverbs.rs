@@ -137,7 +137,7 @@ pub(crate) fn run(only: Option<&str>) -> Result {
         return Ok(());
     }
     Err(format!(
-        "{} tests of rdma-core have an unexpected result",
+        "{} results or lines of tests/pyverbs/expect are wrong, see above",
         wrong.len()
     )
     .into())
@@ -173,7 +173,7 @@ fn parse(text: &str) -> Result<Vec<Line>> {
         let mut words = line.split_whitespace();
         let (Some(word), Some(pattern), Some(_reason)) = (words.next(), words.next(), words.next())
         else {
-            return Err(format!("tests/pyverbs/expect:{}: WORD PATTERN REASON", i + 1).into());
+            return Err(format!("tests/pyverbs/expect:{}: not WORD PATTERN REASON", i + 1).into());
         };
         let (word, pass) = match word.split_once('@') {
             Some((word, pass)) => (word, Some(pass.to_owned())),
@@ -183,7 +183,7 @@ fn parse(text: &str) -> Result<Vec<Line>> {
             "skip" => Word::Skip,
             "maybe" => Word::Maybe,
             "fail" => Word::Fail,
-            _ => return Err(format!("tests/pyverbs/expect:{}: {word}?", i + 1).into()),
+            _ => return Err(format!("tests/pyverbs/expect:{}: unknown word {word}", i + 1).into()),
         };
         lines.push(Line {
             word,

@@ -180,7 +180,7 @@ static const char *gid_table(size_t arg)
 	return no_event();
 }
 
-/* An address keeps its index when its interface gets another name, and when another interface with the same address is left. */
+/* An address keeps its index when its interface gets another name, and when one of two interfaces with this address loses it. */
 static const char *interface_changes(size_t arg)
 {
 	struct ibv_gid_entry entry;
@@ -194,15 +194,15 @@ static const char *interface_changes(size_t arg)
 	TRY(shell("ip addr del 10.98.0.6/24 dev v0"));
 	/* A kernel before 6.2 renames only interfaces that are down. */
 	if (!system("ip link set v0 name w0 2>/dev/null && ip link set v1 name w1")) {
-		ENSURE(index_of("10.99.0.7") == index, "after a rename from index %d to %d", index, index_of("10.99.0.7"));
+		ENSURE(index_of("10.99.0.7") == index, "10.99.0.7 moved by a rename from index %d to %d", index, index_of("10.99.0.7"));
 		TRY(shell("ip link set w0 name v0; ip link set w1 name v1"));
 	}
 	TRY(shell("ip addr del 10.99.0.7/24 dev v0"));
-	ENSURE(index_of("10.99.0.7") == index, "of v1 from index %d to %d", index, index_of("10.99.0.7"));
+	ENSURE(index_of("10.99.0.7") == index, "10.99.0.7, now only of v1, moved from index %d to %d", index, index_of("10.99.0.7"));
 	ENSURE(!ibv_query_gid_ex(device, PORT, (uint32_t)index, &entry, 0) && entry.ndev_ifindex == if_nametoindex("v1"),
 	       "interface %u, v1 is %u", entry.ndev_ifindex, if_nametoindex("v1"));
 	TRY(shell("ip addr add 10.99.0.7/24 dev v0; ip addr del 10.99.0.7/32 dev v1"));
-	ENSURE(index_of("10.99.0.7") == index, "of v0 from index %d to %d", index, index_of("10.99.0.7"));
+	ENSURE(index_of("10.99.0.7") == index, "10.99.0.7, now only of v0, moved from index %d to %d", index, index_of("10.99.0.7"));
 	ENSURE(!ibv_query_gid_ex(device, PORT, (uint32_t)index, &entry, 0) && entry.ndev_ifindex == if_nametoindex("v0"),
 	       "interface %u, v0 is %u", entry.ndev_ifindex, if_nametoindex("v0"));
 	return expect_event(IBV_EVENT_GID_CHANGE);
@@ -302,7 +302,7 @@ static const char *mac_address_changes(size_t arg)
 	return not_readable(channel->fd, QUIET_MS);
 }
 
-/* Whether an address is this one of interface v0. */
+/* Whether an address is the IPv6 address `ip` on interface v0. */
 static bool is_at_v0(const struct sockaddr *addr, const struct in6_addr *ip)
 {
 	const struct sockaddr_in6 *in6 = (const struct sockaddr_in6 *)addr;

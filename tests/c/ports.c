@@ -1023,7 +1023,7 @@ static const char *only_queries_answered(size_t arg)
 		bytes[4] = (unsigned char)kind;
 		ENSURE(send(fd, bytes, 20, 0) == 20, "send: %s", strerror(errno));
 		if (kind % 32 == 0)
-			sleep_ms(10); /* so that the socket's buffer has room for the last one */
+			sleep_ms(10); /* so that the socket's buffer has room for the last datagram */
 	}
 	TRY(not_readable(fd, 50));
 	bytes[4] = 0x11;

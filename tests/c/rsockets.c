@@ -561,7 +561,7 @@ static const char *datagrams(size_t v6)
 	return NULL;
 }
 
-/* A socket that is bound to no certain address is reached at each address of the host. */
+/* A socket that is bound to the wildcard address is reached at each address of the host. */
 static const char *datagrams_wildcard(size_t unused UNUSED)
 {
 	struct sockaddr_in to = { .sin_family = AF_INET }, from;
@@ -974,7 +974,7 @@ static const char *requests_that_were_closed(size_t unused UNUSED)
 		/* One at a time, because requests that arrive together wait before they are accepted. */
 		ENSURE(i >= ACCEPTED || poll(&p[i], 1, WAIT_MS) == 1, "request %d is not answered", i);
 	}
-	/* A part is accepted and one is refused; the others wait. */
+	/* Eight requests are accepted and one is refused; the others wait. */
 	n = answered(p, ALL, ACCEPTED + 1);
 	for (int i = 0; i < ALL; i++)
 		if (!p[i].revents)

@@ -47,7 +47,7 @@ enum Slot {
 }
 
 impl Shared {
-    /// Prepares a piece, unless another thread does.
+    /// Prepares a piece, unless another thread does or has done so.
     fn make(&self, index: usize) {
         {
             let mut slots = lock(&self.slots);
@@ -77,8 +77,8 @@ impl Shared {
 }
 
 impl Pieces {
-    /// Starts to prepare `len` bytes at `addr`. Data to send is complete by now: threads may copy later pieces before [`Self::next`]
-    /// returns them.
+    /// Divides `len` bytes at `addr` into pieces, which are prepared from the first call of [`Self::next`] on. Data to send must be
+    /// complete by then: threads may copy later pieces before [`Self::next`] returns them.
     ///
     /// # Errors
     ///

@@ -4,19 +4,19 @@
 //!
 //! | what | where | limit |
 //! | --- | --- | --- |
-//! | half-open connections (no MPA Request yet) per process | `limits.rs` `peer_descriptors` | 512, or a quarter of the descriptors |
+//! | half-open connections (no MPA Request yet) per process | `limits.rs` `peer_descriptors` | 512, or a quarter of the descriptors if less |
 //! | time until their MPA Request has arrived | `connect/startup.rs` `REQUEST_TIMEOUT` | 5 s |
 //! | time until the program answers a Request | `connect/startup.rs` `ANSWER_TIMEOUT` | 120 s |
 //! | unanswered connect requests of a listener | `cm/mod.rs` `backlog` | the backlog of `rdma_listen` |
 //! | connections that a listener accepts at a time | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
-//! | closed connections per process, read until the peer closes | `net/drain.rs` `DRAIN_TIMEOUT` | 512, or a quarter of the descriptors; each 2 s |
+//! | closed connections per process, read until the peer closes | `net/drain.rs` `DRAIN_TIMEOUT` | as many as half-open connections; each 2 s |
 //! | how long an exiting process waits until peers have acknowledged all data | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
 //! | connections that may wait until the program sets the peer of their queue pair | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
 //! | bytes that a queue pair receives, and sends, before other sources have their turn | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
 //! | bytes of an incomplete FPDU per queue pair | `net/tcp.rs` `rest` | 65,542 |
-//! | bytes that wait for the socket of a trunk | `net/trunk.rs` `PENDING_MAX` | 256 KiB, 512 KiB for streams that end, and one batch |
+//! | bytes that wait for the socket of a trunk | `net/trunk.rs` `PENDING_MAX` | 256 KiB (512 KiB for a stream that ends) and one batch |
 //! | bytes of an incomplete frame of a trunk | `net/trunk.rs` `rest` | 66,571 |
-//! | bytes on a trunk for a queue pair that has not read its own connection to the end | `net/tcp/seat.rs` `EARLY_MAX` | 4 KiB |
+//! | bytes on a trunk for a queue pair that has not read the peer's last message on its own connection | `net/tcp/seat.rs` `EARLY_MAX` | 4 KiB |
 //! | bytes in the socket buffers of the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in total |
 //! | lines of the log that peers cause | `log.rs` `LINES_PER_SECOND` | 20 a second |
 
@@ -240,15 +240,16 @@ pub const RD_WAITING_PEER: usize = 16 << 20;
 pub const RD_WAITING: usize = 64 << 20;
 
 /// Bytes of answers to reliable peers that are sent and not acknowledged, in units of [`RD_ANSWER_UNIT`]. A network may not have more
-/// than are free, and a host not more than half as many, so that one network can use half, and one host a third. A peer for whose next answer there is no room is asked from time to time, and gets it later.
+/// than are free, and a host not more than half as many, so that one network can use half, and one host a third. If there is no room for
+/// the next answer to a peer, the peer is probed from time to time; its reply to the probe makes this end try again.
 pub const RD_ANSWER_BYTES: usize = 256 << 20;
 /// The unit in which these bytes are counted. The first [`RD_ANSWER_FREE`] bytes to each peer are not counted, so that short answers need
 /// no accounting.
 pub const RD_ANSWER_UNIT: usize = 16 << 10;
 /// See [`RD_ANSWER_UNIT`].
 pub const RD_ANSWER_FREE: usize = 4 << 10;
-/// Bytes to one reliable peer that are not acknowledged completely: twice its largest window, so that a lost packet does not stop the
-/// others while it is sent again.
+/// Bytes of the packets to one reliable peer from the first unacknowledged packet on: twice its largest window, so that a lost packet
+/// does not stop the others while it is sent again.
 pub const RD_SENT_PEER: u64 = 2 * DATAGRAM_WINDOW_MAX as u64;
 
 /// Queued answers to one reliable peer: twice the Reads and atomics that it may have outstanding.
@@ -256,8 +257,8 @@ pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
 /// Queued answers to all reliable peers. Beyond this number, each peer may have four queued answers.
 pub const RD_ANSWERS: usize = 16_384;
 
-/// Packets with wrong tokens per second from one host, after which all packets of unknown peers at that host are dropped.
-/// So a search for a token of 32 bits takes months, while a token is valid for a minute.
+/// Packets with wrong tokens per second from one host, after which further packets of unknown peers at that host that echo any
+/// token are dropped. So a search for a token of 32 bits takes months, while a token is valid for a minute.
 pub const RD_BAD_ECHOES: u16 = 256;
 
 /// Queued answers to unknown peers. Further unknown peers get none.
@@ -308,7 +309,7 @@ pub const COOKIES: usize = 1024;
 /// default of `max_reads` allows each.
 pub const READ_ANSWERS: usize = 512;
 
-/// Length in bytes of the longest answer to whose length a request is padded.
+/// A Read Request without a cookie is padded to the length of its answer if the answer has at most this number of bytes.
 pub const READ_PADDING: usize = 1024;
 
 /// Datagrams that an injected fault delays at the same time. A fast link carries about this number in 100 ms. Further datagrams

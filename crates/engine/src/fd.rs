@@ -20,7 +20,7 @@ impl EngineFd {
         Self(ManuallyDrop::new(fd))
     }
 
-    /// Sends bytes of a start-up frame.
+    /// Sends bytes to the stream: a start-up frame, a Terminate that follows it, or a wake-up.
     pub(crate) fn send(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
         let seen = capture::begin();
         let n = rustix::net::send(self, bytes, rustix::net::SendFlags::NOSIGNAL)?;
@@ -35,7 +35,7 @@ impl EngineFd {
         Ok(n)
     }
 
-    /// Receives bytes of a start-up frame; 0 at the end of the stream.
+    /// Receives bytes of start-up frames or wake-ups, without waiting; 0 at the end of the stream.
     pub(crate) fn recv(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         let flags = rustix::net::RecvFlags::DONTWAIT;
         let result = rustix::net::recv(self, &mut *buffer, flags).map(|(n, _)| n);

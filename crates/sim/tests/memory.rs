@@ -241,7 +241,7 @@ fn fill() {
     let (charged, held) = (net[near].qp.waiting(), resident() - before);
     println!("{order} {ordered}: charged {charged}, held {held}");
     assert!(charged <= bounds::RD_WAITING && charged > bounds::RD_WAITING / 4 * 3);
-    // The memory of each peer's entry is not included. A sanitizer uses additional memory for each allocation.
+    // The memory of each peer's entry is not charged. A sanitizer uses additional memory for each allocation.
     assert!(
         cfg!(sanitized) || held <= charged + strangers.len() * 16_384,
         "{held} for {charged}"

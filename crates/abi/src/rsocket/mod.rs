@@ -290,7 +290,8 @@ impl Socket {
         Wait::Until(time.and_then(|t| Instant::now().checked_add(t)))
     }
 
-    /// Calls `attempt` until it returns a result. Its argument tells whether to request notifications of completions.
+    /// Calls `attempt` until it returns a result, or until `limit`. The argument of `attempt` tells whether it has to request
+    /// notifications of completions.
     fn block<T>(
         &self,
         limit: Wait,

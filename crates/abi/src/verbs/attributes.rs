@@ -271,7 +271,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_query_gid_table(3)`: returns the number of entries, or a negative errno (`-EINVAL` if the table is too small).
+    /// `ibv_query_gid_table(3)`: returns the number of entries, or a negative errno (`-EINVAL` if `max` is too small).
     ///
     /// # Safety
     /// `out` is null or has room for `max` entries of `size` bytes.

@@ -24,7 +24,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(10);
 /// The number of polls of a socket between two reads of the clock.
 const LOOKS: u32 = 1 << 14;
 
-/// The largest number of polls of a flag in memory. They take some tens of seconds.
+/// The largest number of polls of a flag in memory. They take one to several minutes, depending on the processor.
 const TURNS: u64 = 1 << 34;
 
 /// The sizes in bytes that are requested for the receive and the send buffer of a UDP socket. The device requests the same sizes.

@@ -289,7 +289,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Returns the conditions of the last sample in `folder`.
+    /// Returns the conditions of the last measurement in `folder`, even if it failed.
     pub(crate) fn last(folder: &Path) -> Option<Conditions> {
         let text = text_of(folder).ok()?;
         let mut lines = text.lines().rev();

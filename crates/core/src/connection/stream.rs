@@ -214,7 +214,7 @@ impl Stream {
         self.requester.seq().wrapping_add(self.responder.done())
     }
 
-    /// Whether nothing is framed because of a hand-over.
+    /// Whether nothing may be framed, because the stream is being handed over to another carrier.
     #[inline]
     pub(super) fn is_tx_sealed(&self) -> bool {
         self.handover.is_tx_sealed(self.end != End::Open)

@@ -251,7 +251,7 @@ impl Flow {
 
     // ------------------------------------------------------------------ sender
 
-    /// Whether a datagram may be sent to `peer` now. If not, the queue pair is stalled until a report arrives.
+    /// Whether a datagram may be sent to `peer` now. If not, the queue pair stalls until the peer reports or the stall is ended.
     pub(super) fn may_send(&mut self, peer: &Peer, now: Duration) -> bool {
         let window = self.windows.get(peer);
         let Some(window) = window.filter(|w| w.is_full(now)) else {

@@ -13,7 +13,9 @@
 //! | [`options`] | settings beyond those of verbs |
 //! | `outgoing.rs` | messages to send, destinations |
 //! | `tx/` | requests into datagrams: `build`, `cut`, then `unreliable` or `peer_queues`; `control` |
+//! | `issued.rs` | the requests of recent messages, for late error reports |
 //! | [`rx`] | arriving datagrams: checks, dispatch |
+//! | `whole.rs` | the shortcut for a Send of one datagram that arrives |
 //! | `deliver.rs` | placing into receives and registered memory; records |
 //! | `respond.rs` | Reads, atomics and errors, of this end and of peers |
 //! | `rd/` | reliability: numbers, acknowledgements, windows |
@@ -128,9 +130,10 @@ pub struct DatagramQp {
     current: Option<Current>,
     /// Answers to peers, and requests that are sent again.
     answers: VecDeque<Current>,
-    /// Those to peers whose windows were closed when it was their turn. They are not looked at for each datagram that is sent.
+    /// Answers that could not be sent in their turn, because the windows of their peers were closed. They are not examined for
+    /// each datagram that is sent.
     closed_answers: VecDeque<Current>,
-    /// When they are looked at next, because the window of a silent peer opens with time.
+    /// When `closed_answers` is examined next: the window of a silent peer opens as time passes, without a report.
     look_again: Duration,
     /// Short datagrams that are answers.
     outbox: VecDeque<TxDatagram>,
@@ -174,7 +177,7 @@ pub struct DatagramQp {
     path: Option<(IpAddr, Duration, u16)>,
     spare: Spare,
     now: Duration,
-    /// Whether sending has stopped, because the peer has not reported.
+    /// Whether the last [`Self::poll_tx`] stopped before a request, because the window of its peer was closed.
     was_stalled: bool,
     /// Reliable services: packets wait because there are too many open messages, gaps in them, or answers.
     rx_full: bool,
@@ -431,8 +434,8 @@ impl DatagramQp {
         self.base.events.pop_front()
     }
 
-    /// A host (the first 64 bits of an IPv6 address) from which so many wrong tokens came that packets from unknown
-    /// queue pairs of this host are dropped for the rest of this second.
+    /// A host (the first 64 bits of an IPv6 address) that has sent too many wrong tokens. For the rest of this second,
+    /// packets of its unknown queue pairs are dropped if they echo any token.
     pub fn poll_guessed(&mut self) -> Option<IpAddr> {
         self.rd.as_deref_mut()?.guessed.take()
     }

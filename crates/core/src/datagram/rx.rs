@@ -248,7 +248,7 @@ impl DatagramQp {
                 None => {
                     let informed = rd.refused(peer, seq, data, why.status());
                     if why == Dropped::Local && !informed {
-                        // The queue pair has failed, and its part of the message is lost.
+                        // This queue pair has failed, and the part of the message that it had received is lost.
                         rd.begin_session(peer, self.now);
                     }
                 }

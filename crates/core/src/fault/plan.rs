@@ -237,7 +237,7 @@ const STATUSES: [(&str, Status); 13] = [
     ("general", Status::General),
 ];
 
-/// One line of a rule file.
+/// One rule of a plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
     /// Line of the rule in the text.

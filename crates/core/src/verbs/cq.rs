@@ -30,8 +30,9 @@ struct State {
     /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so an entry that
     /// arrives meanwhile does not count as missed, and arming raises no event for it.
     event_pending: bool,
-    /// The kind of the unpolled entries for which no event was raised, and none is pending: `No` if there are no such entries,
-    /// `Solicited` if one of them is solicited, otherwise `Any`. Arming for this kind of entry raises an event at once.
+    /// The kind of the entries that raised no event and arrived while no event was pending: `No` if there are no such entries,
+    /// `Solicited` if one of them is solicited, otherwise `Any`. An entry that was polled counts until the queue is empty. Arming
+    /// for this kind of entry raises an event at once.
     missed: Armed,
     overrun_allowed: bool,
 }
@@ -192,14 +193,14 @@ impl Cq {
         }
     }
 
-    /// Whether `more` further entries would make more than `most` in all, and more than the queue has room for. Takes no lock.
+    /// Whether the queue would have more than `most` entries, and more than its capacity, after `more` were added. Takes no lock.
     #[inline]
     pub(crate) fn may_overflow(&self, more: usize, most: usize) -> bool {
         let all = self.waiting.load(Ordering::Relaxed) + more;
         all > most && all > self.capacity.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of entries of send requests of queue pair `qpn`; 0 if entries may be dropped.
+    /// Returns the number of entries of send requests of queue pair `qpn`; 0 if the queue ignores overruns.
     #[cold]
     pub(crate) fn sends_of(&self, qpn: u32) -> usize {
         let state = self.state();
@@ -245,7 +246,8 @@ impl Cq {
         state.entries.retain(|e| e.qpn != qpn);
         if state.entries.is_empty() {
             state.missed = Armed::No;
-            // The event was that of a dropped entry. The program may poll nothing, and the next entry must raise another one.
+            // The pending event was for an entry that is removed here. A poll of the empty queue leaves the flag set, and the
+            // next entry must raise another event.
             state.event_pending = false;
         }
         self.waiting.store(state.entries.len(), Ordering::Release);

@@ -191,7 +191,7 @@ impl RecvQueue {
         matches!(self, Self::Xrc { .. })
     }
 
-    /// Number of the protection domain of the receive buffers, if it differs from that of the queue pair.
+    /// Number of the protection domain of the receive buffers, if it can differ from that of the queue pair.
     pub fn pd(&self) -> Option<u32> {
         match self {
             Self::Own { .. } | Self::None => None,

@@ -264,8 +264,8 @@ impl Tcp {
     }
 
     /// Handles a hand-over message of the peer, if there is one. Returns what the message changed: whether the peer's stream
-    /// uses shared memory from here on, or that the message breaks a rule. `behind`: number of bytes that were received after the
-    /// message.
+    /// uses shared memory or a trunk from here on, or that the message breaks a rule. `behind`: number of bytes that were
+    /// received after the message.
     fn handle_handover(&mut self, conn: &mut Connection, behind: usize, now: Instant) -> Handled {
         if conn.has_handover_message() {
             self.answer_handover(conn, behind, now)
@@ -920,7 +920,8 @@ impl Tcp {
             }
             if self.batch.is_empty() {
                 self.waiting = None;
-                // Messages wait in the send queue, not in a batch, whose memory each of many queue pairs would occupy.
+                // If the trunk has no room, messages wait in the send queue. In batches, those of many queue pairs would occupy
+                // much memory.
                 let is_open = conn.end() == End::Open;
                 if more && is_open && !conn.is_quiet() && !self.has_room_on_trunk() {
                     self.counts.tx_full += 1;

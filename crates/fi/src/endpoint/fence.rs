@@ -20,8 +20,8 @@ impl Request {
         }
     }
 
-    /// Copies the data of an injected operation, whose memory the program may change as soon as the call has returned, and makes the
-    /// operation refer to the copies, which are returned. A read has no data to copy.
+    /// Copies the data of an injected operation, because the program may change the memory as soon as the call has returned. Makes
+    /// the operation refer to the copies, and returns them. A read has no data to copy.
     fn copy(&mut self) -> Vec<Vec<u8>> {
         if matches!(self, Self::Access(m) if m.read) {
             return Vec::new();
@@ -29,7 +29,7 @@ impl Request {
         let (injected, silent, lists) = match self {
             Self::Send(m) => (m.flags & FI_INJECT, m.silent, vec![&mut m.memory]),
             Self::Access(m) => (m.flags & FI_INJECT, m.silent, vec![&mut m.memory]),
-            // A read has no operand, and the program may pass null for it.
+            // An atomic read has no operand, so the program may pass a null pointer.
             Self::Atomic(m, _) if m.op == FI_ATOMIC_READ => {
                 (m.flags & FI_INJECT, m.silent, vec![&mut m.compare])
             }

@@ -127,8 +127,9 @@ unsafe fn give_controls(bytes: &[u8], msg: *mut msghdr) {
     }
 }
 
-/// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message, because it has control messages that the
-/// queue pair cannot pass on, or a link-local destination, which is valid only with the number of an interface.
+/// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message: it has control messages that the queue
+/// pair cannot pass on, or a link-local destination, which is valid only with the number of an interface; or the socket has no pair,
+/// or there is no memory for the buffer list.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.

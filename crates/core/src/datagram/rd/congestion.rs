@@ -9,10 +9,11 @@
 //! of acknowledgements determines when packets are sent.
 //!
 //! ```text
-//!            rate grows by a quarter       three rounds without          silence
-//!   +-------+ in each round   +-------+     +--------+               +---------+
-//!   | start | --------------> | start | --> | steady | ------------> | 4 packets|
-//!   +-------+  window doubles +-------+     +--------+  two probes   +---------+
+//!             rate has grown                three rounds                   two probes
+//!             by a quarter                  without this growth            without an answer
+//!   +-------+                     +-------+                     +--------+                     +-----------+
+//!   | start | ------------------> | start | ------------------> | steady | ------------------> | 4 packets |
+//!   +-------+ window doubles      +-------+                     +--------+                     +-----------+
 //! ```
 
 use std::time::Duration;
@@ -25,7 +26,7 @@ const QUEUED: u64 = 8;
 const LEAST_BYTES: u64 = 64 * 1024;
 /// The first window, bytes.
 const FIRST: u64 = 128 * 1024;
-/// The first rounds use this multiple of the bandwidth-delay product as window.
+/// In the first rounds the window grows up to this multiple of the bandwidth-delay product.
 const START: u64 = 3;
 /// The largest window, bytes. A larger one gains no throughput.
 const WINDOW_MAX: u64 = 64 << 20;

@@ -23,9 +23,9 @@ pub(super) const RUN: usize = 48;
 /// The class of a packet, by its number.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Arrived {
-    /// The packet is a duplicate.
+    /// The packet is a duplicate, or its sender has given it up.
     Again,
-    /// The packet is too far ahead, or there is no room for it.
+    /// The packet is too far ahead, or it follows a refused packet.
     Beyond,
     /// The packet is the next one to be delivered.
     Next,
@@ -270,8 +270,8 @@ impl Receiver {
         }
     }
 
-    /// Refuses packet `next`. Later packets wait until the sender gives up the message. Acknowledged packets are
-    /// kept, because they are not sent again.
+    /// Refuses packet `next`. Until the sender gives up the message, later packets are ignored when they arrive. Those
+    /// that have arrived already are kept: they were acknowledged, so the sender does not send them again.
     pub(super) fn refuse(&mut self, why: u8) {
         self.refused = Some(why);
     }

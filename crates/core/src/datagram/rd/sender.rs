@@ -197,7 +197,7 @@ impl Sender {
         this
     }
 
-    /// Whether its lists have little memory.
+    /// Whether the lists of this sender occupy little memory.
     pub(super) fn is_small(&self) -> bool {
         self.sent.capacity().max(self.transmissions.capacity()) <= 128
     }
@@ -230,7 +230,7 @@ impl Sender {
         open
     }
 
-    /// Whether there is memory for an answer of `len` more bytes to a peer, to which `this` is under way.
+    /// Whether there is memory for an answer of `len` more bytes to a peer. `this`: the sender to the peer, if there is one.
     pub(super) fn may_keep_answer(
         this: Option<&Self>,
         shares: &Shares,
@@ -262,8 +262,8 @@ impl Sender {
         counted_for(answers.map(|s| s.packet.len()).sum())
     }
 
-    /// Whether the peer has not acknowledged any packet for the time `most`, although it answers and does not lack a resource. A peer whose
-    /// window is 0 has at least a minute.
+    /// Whether the peer has acknowledged no packet for the time `most`, and does not report that it lacks a resource. A peer whose
+    /// window is 0 gets at least [`CLOSED_MIN`].
     pub(super) fn is_stuck(&self, now: Duration, most: Duration) -> bool {
         let most = if self.room == 0 {
             most.max(CLOSED_MIN)
@@ -399,7 +399,7 @@ impl Sender {
     }
 
     /// Handles an acknowledgement. Calls `done` with each message that is acknowledged completely, and moves
-    /// acknowledged packets to `spare`. `answers`: when the packet was sent that this one answers, 0 if that is unknown. Returns whether any
+    /// acknowledged packets to `spare`. `answers`: the time at which the packet was sent that `packet` answers, 0 if unknown. Returns whether any
     /// packet was newly acknowledged.
     pub(super) fn acknowledged(
         &mut self,
@@ -734,7 +734,7 @@ fn add_range(all: &mut BTreeMap<u64, u64>, start: u64, stop: u64) -> SmallVec<[(
 const OVERTAKEN: u64 = 16;
 /// The number of acknowledged packets whose buffers are kept to be used again.
 pub(super) const SPARE: usize = 256;
-/// How long a peer whose window is 0 has at least until it acknowledges a packet.
+/// The least time that a peer whose window is 0 has to acknowledge a packet.
 const CLOSED_MIN: Duration = Duration::from_secs(60);
 /// Time between two probes of a peer whose window is closed.
 pub(super) const CLOSED: Duration = Duration::from_millis(50);

@@ -74,8 +74,8 @@ impl Reliable {
         true
     }
 
-    /// Returns whether so many packets with wrong tokens came from the host of `peer` in this second that the tokens must be
-    /// guesses.
+    /// Returns whether so many packets with wrong tokens came from the host of `peer`, or from hosts in the same bucket, in this
+    /// second that the tokens must be guesses.
     fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
         if self.bad_second != now.as_secs() {
             self.bad_second = now.as_secs();
@@ -220,7 +220,7 @@ impl Reliable {
         let forgot_us = packet.instance != 0 && packet.instance == state.instance;
         state.instance = packet.instance;
         let tx = state.tx.as_deref_mut().filter(|tx| !tx.is_empty());
-        // The peer forgot this end after a minute without packets from it, so recent packets have not reached the peer.
+        // The peer forgot this end after a minute without packets from this end, so recent packets have not reached the peer.
         let is_young = |tx: &Sender| tx.oldest().is_some_and(|at| now.saturating_sub(at) < YOUNG);
         match tx {
             // If a part of the oldest message was acknowledged, the peer has forgotten this part, so the rest is useless.
