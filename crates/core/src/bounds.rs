@@ -169,7 +169,7 @@ pub const COALESCE_SHM: Coalesce = Coalesce {
 /// post.
 pub const COALESCE_BYTES: u64 = 128 * 1024;
 
-/// Number of unacknowledged requests of the peer that this end has executed, from which on an acknowledgement is sent at once, without
+/// When this end has executed this number of the peer's requests without acknowledging them, it sends an acknowledgement at once, without
 /// waiting for other messages.
 pub const ACK_AFTER: u32 = 32;
 

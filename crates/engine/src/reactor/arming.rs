@@ -59,8 +59,9 @@ impl Pollers {
         last_at.store(t, Ordering::Relaxed);
     }
 
-    /// Whether several threads poll. The first poll of another thread is one change, and does not count: a program often uses one thread after
-    /// another. While two threads poll, each renewal has the same chance of being made by either.
+    /// Whether several threads poll. A single change to another thread does not count, because a program often uses one thread after
+    /// another; but the very first renewal is a change too. While two threads poll, each renewal has the same chance of being made
+    /// by either.
     pub(super) fn are_several(&self, t: u64) -> bool {
         self.changed.iter().all(|at| {
             let at = at.load(Ordering::Relaxed);

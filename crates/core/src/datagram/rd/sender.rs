@@ -117,7 +117,7 @@ pub(super) struct Sender {
     delivered_at: Duration,
     /// When the newest delivered packet was sent.
     newest_at: Duration,
-    /// Whether the window did not limit sending.
+    /// Whether the program has limited the rate since nothing was under way: each packet was sent alone, and the window was never full.
     app_limited: bool,
     /// Probes since the peer's last datagram.
     probes: u32,

@@ -180,7 +180,7 @@ impl Reliable {
                 tx.set_room(room.into());
                 tx.silent_since = now;
                 tx.deadline = None;
-                // Lost packets are sent now, or at this deadline.
+                // Packets that count as lost are sent again now. A probe is due at this deadline.
                 if !tx.is_empty() {
                     tx.wait(now, &state.path);
                 }
