@@ -105,9 +105,15 @@ impl CmId {
             private_data: param.private_data.clone(),
         });
         let request = Outstanding::new(id, request.emit());
+        let endpoint = self.watch_udp(fd, Some(request))?;
+        // This cannot fail: `allows` was true, and the lock is held since.
+        if let Err(e) = state.step(Input::Connect) {
+            drop(state);
+            self.drop_udp(Some(endpoint));
+            return Err(e);
+        }
         state.param = param;
-        state.step(Input::Connect)?;
-        state.udp = Some(self.watch_udp(fd, Some(request))?);
+        state.udp = Some(endpoint);
         drop(state);
         self.udp_timeout();
         Ok(())
