@@ -129,7 +129,7 @@ unsafe fn give_controls(bytes: &[u8], msg: *mut msghdr) {
 
 /// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message: it has control messages that the queue
 /// pair cannot pass on, or a link-local destination, which is valid only with the number of an interface; or the socket has no pair,
-/// or there is no memory for the buffer list.
+/// or there is no memory for the buffer list, or the kernel does not accept one more buffer.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.
@@ -149,6 +149,10 @@ pub(super) unsafe fn transmit(
     if let std::net::IpAddr::V6(ip) = plan.peer.ip()
         && ip.is_unicast_link_local()
     {
+        return None;
+    }
+    // With the head, the longest list would be longer than the kernel accepts.
+    if parts.len() >= limits::BUFFERS {
         return None;
     }
     let pair = dgram.served(fd)?;
@@ -186,7 +190,7 @@ pub(super) unsafe fn transmit(
     if list.is_null() {
         return None;
     }
-    let mut own = header(list, all);
+    let own = header(list, all);
     let flags = flags_for(fd, flags & !libc::MSG_PEEK);
     // SAFETY: the list has `all` elements; the kernel only reads the header; the rest is upheld by the caller.
     let n = unsafe {
@@ -195,7 +199,6 @@ pub(super) unsafe fn transmit(
             iov_len: head_len,
         });
         std::ptr::copy_nonoverlapping(parts.as_ptr(), list.add(1), parts.len());
-        own.msg_iovlen = all.min(limits::BUFFERS);
         let n = real::sendmsg(pair, &raw const own, flags);
         if is_long {
             let errno = sys::errno();

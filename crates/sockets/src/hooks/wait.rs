@@ -12,6 +12,7 @@ use crate::spin;
 use crate::sys;
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 use std::cell::Cell;
+use std::io;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
