@@ -137,7 +137,13 @@ impl Endpoint {
             };
             match started {
                 Ok(()) => {}
-                Err(FI_EAGAIN) => return,
+                Err(FI_EAGAIN) if self.ready(cx).is_err() => return,
+                Err(FI_EAGAIN) => {
+                    // This peer's share is used up, and operations to other peers may start.
+                    waiting.push(to);
+                    at += 1;
+                    continue;
+                }
                 Err(why) => self.finish(cx, &done, why),
             }
             self.postponed.remove(at);
