@@ -2061,6 +2061,46 @@ static const char *blocked_write_ends(size_t how)
 	return ends(reader, NULL);
 }
 
+struct selecting {
+	int fd, error;
+	struct timeval left;
+};
+
+static void *select_once(void *arg)
+{
+	struct selecting *s = arg;
+	fd_set r;
+
+	FD_ZERO(&r);
+	FD_SET(s->fd, &r);
+	s->error = select(s->fd + 1, &r, NULL, NULL, &s->left) < 0 ? errno : 0;
+	return NULL;
+}
+
+/* A signal ends select, which reports the time that is left. Programs call it again with this time. */
+static const char *select_interrupted(size_t arg)
+{
+	struct selecting s = { .left = { .tv_sec = LONG_MS / 1000 } };
+	struct pair p;
+	pthread_t thread;
+	bool ended = false;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(handles(0));
+	s.fd = p.b;
+	ENSURE(!pthread_create(&thread, NULL, select_once, &s), "pthread_create");
+	for (int i = 0; !ended && i < 20; i++) {
+		sleep_ms(SHORT_MS);
+		pthread_kill(thread, SIGUSR1);
+		ended = !runs(thread, NULL);
+	}
+	ENSURE(ended, "the signal does not end select");
+	ENSURE(s.error == EINTR, "select: %s", strerror(s.error));
+	ENSURE(s.left.tv_sec < LONG_MS / 1000, "%ld s are left of %d", (long)s.left.tv_sec, LONG_MS / 1000);
+	return NULL;
+}
+
 /* Of two threads that read, both continue after a signal whose handler has SA_RESTART. */
 static const char *reads_restart(size_t arg)
 {
@@ -2771,6 +2811,7 @@ static const struct test tests[] = {
 	{ "woken", woken, 0, 0, false },
 	{ "polls", polls, 0, 0, false },
 	{ "selects", selects, 0, 0, false },
+	{ "select_interrupted", select_interrupted, 0, 0, false },
 	{ "refuses_times", refuses_times, 0, 0, false },
 	{ "reads", reads, 0, 0, false },
 	{ "times_out", times_out, 0, 0, false },

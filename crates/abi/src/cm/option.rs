@@ -55,13 +55,13 @@ entry! {
                 if !len.is_multiple_of(size_of::<ibv_path_data>()) {
                     return Err(libc::EINVAL);
                 }
-                const USED: u32 = IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL;
                 // One of the paths must be for all packets of both directions.
-                let paths = (0..len / size_of::<ibv_path_data>()).map(|n| {
+                let is_usable = (0..len / size_of::<ibv_path_data>()).any(|n| {
                     // SAFETY: `value` points to this many paths (guaranteed by the caller), and every value of a path is valid.
-                    unsafe { value.cast::<ibv_path_data>().add(n).read_unaligned() }
+                    let path = unsafe { value.cast::<ibv_path_data>().add(n).read_unaligned() };
+                    path.flags == IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL
                 });
-                if !paths.into_iter().any(|path| path.flags == USED) {
+                if !is_usable {
                     return Err(libc::EINVAL);
                 }
                 // The kernel's routing table determines the path, so the given one is not used. But the option takes the place of

@@ -21,8 +21,8 @@
 //! The first word of a record is written last, and the first word of the next record is set to 0 before that. So the
 //! receiver polls the word in which it expects a record, and finds a short message in the same or the next cache line.
 //!
-//! If the receiver has read most of what is in the ring, the sender continues at the start of the ring: the highest bit of `bytes`
-//! ([`RESTART`]) announces this in the record before. So as long as the receiver is fast, both ends use only the first 16 to 32 KiB of a ring.
+//! If the receiver of a stream has read at least half of what was written since the start of the ring, the sender may continue at the start:
+//! the highest bit of `bytes` ([`RESTART`]) announces this in the record before. So as long as the receiver is fast, both ends use only the first 16 to 32 KiB of a ring.
 //! 64 rings of 256 KiB do not fit into the caches of a processor.
 //!
 //! `done` is the number of the last request of the peer that this end has executed. So each record acknowledges requests, and
@@ -823,8 +823,8 @@ impl Shm {
         }
     }
 
-    /// Whether the record at `next` can be at the start of the ring, because the peer has read most of what is before it. Then both
-    /// ends use only a part of the ring, which stays in the caches of their processors.
+    /// Whether the record at `next` can be at the start of the ring, because the peer has read at least half of what is before it. Then
+    /// both ends use only a part of the ring, which stays in the caches of their processors.
     fn can_restart(&mut self, next: u64) -> bool {
         let used = in_ring(next) as u64;
         self.read_by_them = self.taken_by_them();
