@@ -25,12 +25,13 @@ impl From<Output> for Done {
     }
 }
 
-/// Runs `job` for each name, at most one per processor at a time. Returns the names for which it failed. If network
+/// Runs `job` for each name, at most one per processor and `more` at a time. Returns the names for which it failed. If network
 /// namespaces are not permitted, the jobs run one after the other.
 ///
 /// The output of a job is printed when the job ends, so that the lines of two jobs are not mixed. The longest jobs should come first.
 pub(crate) fn run<'a>(
     names: &[&'a str],
+    more: usize,
     job: impl Fn(&str) -> Result<Done> + Sync,
 ) -> Result<Vec<&'a str>> {
     let next = AtomicUsize::new(0);
@@ -57,13 +58,13 @@ pub(crate) fn run<'a>(
                 .and_then(|()| writeln!(stdout, "   {name}: {seconds} s"));
         }
     };
-    let processors = if *NAMESPACES {
-        thread::available_parallelism()?.get()
+    let at_once = if *NAMESPACES {
+        thread::available_parallelism()?.get() + more
     } else {
         1
     };
     thread::scope(|scope| {
-        for _ in 0..processors {
+        for _ in 0..at_once {
             scope.spawn(work);
         }
     });

@@ -177,7 +177,8 @@ fn run_all(work: &Path, skips: &Skips) -> Result<Vec<String>> {
     let (alone, beside): (Vec<&str>, Vec<&str>) =
         PROGRAMS.iter().partition(|name| ALONE.contains(name));
     let this = std::env::current_exe()?;
-    let failed = beside::run(&beside, |name| {
+    // One more than there are processors, because two of them leave half of the processor time unused.
+    let failed = beside::run(&beside, 1, |name| {
         let mut command = Command::new(&this);
         command.args(["c-tests", name]);
         Ok(beside::in_namespace(command).output()?.into())

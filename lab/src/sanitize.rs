@@ -254,10 +254,10 @@ pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
     };
     // The unit tests run by themselves, because cargo builds them with all processors.
     let (unit, programs): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| **name == UNIT);
-    let mut failed = beside::run(&unit, |name| {
+    let mut failed = beside::run(&unit, 0, |name| {
         judge(name, build.unit_tests(arguments(name), long))
     })?;
-    failed.extend(beside::run(&programs, |name| {
+    failed.extend(beside::run(&programs, 0, |name| {
         let command = build.program(name, arguments(name), &libraries)?;
         judge(name, beside::in_namespace(command))
     })?);

@@ -2,20 +2,18 @@
 //! with those of `libanywarp-sockets.so`, and then the tests of tests/sockets for `anywarp sockets` and for other programs. With `--bars`
 //! it measures upgraded streams against kernel TCP.
 
+use crate::beside;
 use rustix::process::geteuid;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use xtask::{Result, sh};
 
-/// The time limit of the run in seconds.
-const LIMIT: &str = "600";
+/// The time limit of a job in seconds.
+const LIMIT: &str = "400";
 
-/// The script that runs in a new network namespace. It runs the test program for streams, the test program for datagrams with
-/// the MTUs of the loopback interface and of Ethernet, and the tests of tests/sockets.
-const SCRIPT: &str = r#"set -e
-ip link set lo up
-echo '== tests/c/sockets.c, sockets of the kernel'
+/// Runs the test program for streams, whose arguments are the library and the program.
+const STREAMS: &str = r#"echo '== tests/c/sockets.c, sockets of the kernel'
 "$2"
 echo '== tests/c/sockets.c, upgraded'
 SOCKETS_UPGRADED=1 LD_PRELOAD="$1" "$2"
@@ -23,35 +21,23 @@ echo '== tests/c/sockets.c, upgraded, with a small window'
 SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all prefer; set window 16K' LD_PRELOAD="$1" "$2" \
     writable both_ways mixed short_writes writes_to reads_ bursts
 echo '== tests/c/sockets.c, upgraded, payload in shared memory'
-SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all prefer; set memory 1' LD_PRELOAD="$1" "$2"
-datagrams() {
-    echo "== tests/c/datagrams.c, $1"
+SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all prefer; set memory 1' LD_PRELOAD="$1" "$2""#;
+
+/// Runs the test program for datagrams with the MTUs of the loopback interface and of Ethernet. Its arguments are the library and the program.
+const DATAGRAMS: &str = r#"for mtu in 65536 1500; do
+    ip link set lo mtu "$mtu"
+    echo "== tests/c/datagrams.c, MTU $mtu"
     "$2"
     for mode in 'datagram 44' 'record 40'; do
-        echo "== tests/c/datagrams.c, $1, ${mode% *}"
-        DATAGRAMS_HEAD=${mode#* } ANYWARP_SOCKETS_RULES="all ${mode% *}" LD_PRELOAD="$3" "$2"
+        echo "== tests/c/datagrams.c, MTU $mtu, ${mode% *}"
+        DATAGRAMS_HEAD=${mode#* } ANYWARP_SOCKETS_RULES="all ${mode% *}" LD_PRELOAD="$1" "$2"
     done
-    echo "== tests/c/datagrams.c, $1, reliable"
-    DATAGRAMS_RELIABLE=1 ANYWARP_SOCKETS_RULES='all reliable' LD_PRELOAD="$3" "$2"
-}
-datagrams 'MTU of lo' "$7" "$1"
-ip link set lo mtu 1500
-datagrams 'MTU 1500' "$7" "$1"
-ip link set lo mtu 65536
-echo '== tests/sockets/command'
-"$5" "$4"
-echo '== tests/sockets/hostile'
-"$6" "$4"
-echo '== tests/sockets/datagrams'
-"$8" "$4"
-echo '== tests/sockets/reliable'
-"$9" "$4" "${10}"
-echo '== tests/sockets/hosts'
-"${11}" "$4"
-echo '== tests/sockets/memory'
-"${12}" "$4"
-echo '== tests/sockets/check'
-exec "$3" "$1" "$4""#;
+    echo "== tests/c/datagrams.c, MTU $mtu, reliable"
+    DATAGRAMS_RELIABLE=1 ANYWARP_SOCKETS_RULES='all reliable' LD_PRELOAD="$1" "$2"
+done"#;
+
+/// Runs a command, which is one of the tests of tests/sockets.
+const COMMAND: &str = r#"exec "$@""#;
 
 /// Options of `cargo lab sockets`.
 #[derive(Debug, clap::Args)]
@@ -89,27 +75,48 @@ pub(crate) fn run(options: &Options) -> Result {
     let program = compiled("c/sockets.c", "sockets-semantics")?;
     let datagrams = compiled("c/datagrams.c", "datagrams-semantics")?;
     let relay = compiled("netlab/relay.c", "sockets-relay")?;
-    let mut check = Command::new("timeout");
-    check
+    let anywarp = sh::dist().join("bin/anywarp");
+    // The longest ones come first.
+    let jobs: [(&str, &str, &[&Path]); 9] = [
+        ("datagrams", COMMAND, &[&anywarp]),
+        ("streams", STREAMS, &[&library, &program]),
+        ("check", COMMAND, &[&library, &anywarp]),
+        ("reliable", COMMAND, &[&anywarp, &relay]),
+        ("memory", COMMAND, &[&anywarp]),
+        ("datagram sockets", DATAGRAMS, &[&library, &datagrams]),
+        ("hosts", COMMAND, &[&anywarp]),
+        ("command", COMMAND, &[&anywarp]),
+        ("hostile", COMMAND, &[&anywarp]),
+    ];
+    let failed = beside::run(&jobs.map(|(name, ..)| name), 0, |name| {
+        let (_, script, arguments) = jobs
+            .iter()
+            .find(|job| job.0 == name)
+            .ok_or("the job is not in the list")?;
+        let mut command = in_namespace(script);
+        if *script == COMMAND {
+            command.arg(sh::root().join("tests/sockets").join(name));
+        }
+        Ok(command.args(*arguments).output()?.into())
+    })?;
+    if failed.is_empty() {
+        return Ok(());
+    }
+    Err(format!("tests of the sockets fail: {}", failed.join(", ")).into())
+}
+
+/// Returns a command that runs a script in a new network namespace. Its next arguments are those of the script.
+fn in_namespace(script: &str) -> Command {
+    let mut command = Command::new("timeout");
+    command
         .arg(LIMIT)
         .arg("unshare")
         // For root all users stay mapped, because sshd changes to its own user.
         .args((!geteuid().is_root()).then_some("--map-root-user"))
-        .args(["--net", "sh", "-c", SCRIPT])
-        .arg("sh")
-        .arg(library)
-        .arg(program)
-        .arg(sh::root().join("tests/sockets/check"))
-        .arg(sh::dist().join("bin/anywarp"))
-        .arg(sh::root().join("tests/sockets/command"))
-        .arg(sh::root().join("tests/sockets/hostile"))
-        .arg(datagrams)
-        .arg(sh::root().join("tests/sockets/datagrams"))
-        .arg(sh::root().join("tests/sockets/reliable"))
-        .arg(relay)
-        .arg(sh::root().join("tests/sockets/hosts"))
-        .arg(sh::root().join("tests/sockets/memory"));
-    sh::run(&mut check)
+        .args(["--net", "sh", "-c"])
+        .arg(format!("set -e\nip link set lo up\n{script}"))
+        .arg("sh");
+    command
 }
 
 /// Runs the measurements of tests/sockets/bars in a new network namespace.
