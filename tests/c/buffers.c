@@ -978,8 +978,8 @@ static const char *full(size_t arg)
 		found += out.how == AWBUF_KEPT;
 		ENSURE(!awbuf_release(&out, 0), "release");
 	}
-	ENSURE(found == 3, "another manager keeps the registration in %d of 3 uses", found);
-	ENSURE(stats_of(first).evicted == 1 && stats_of(first).cached == n - 1, "%" PRIu64 " registrations were ended for it",
+	ENSURE(found == 3, "the second manager keeps the registration in %d of 3 uses", found);
+	ENSURE(stats_of(first).evicted == 1 && stats_of(first).cached == n - 1, "%" PRIu64 " registrations of the first manager were ended, not one",
 	       stats_of(first).evicted);
 	munmap(at, (n + 1) * page);
 	return NULL;

@@ -229,8 +229,8 @@ fn pinned(start: u64, len: u64, access: Access) -> Result<Option<Pin>, Option<Mi
     })
 }
 
-/// Whether the device can access `[start, start + len)` with these rights: a message for memory that cannot be written would end the
-/// process.
+/// Whether the device can access `[start, start + len)` with these rights. Without this check, a message for memory that cannot be written
+/// would end the process.
 fn is_accessible(start: u64, len: u64, access: Access) -> bool {
     static MAPPINGS: PerProcess<OnceLock<EngineFd>> = PerProcess::new(OnceLock::new);
     let is_written = access.has(Access::LOCAL_WRITE);
@@ -474,7 +474,7 @@ pub struct SharedReceive {
     pub core: Arc<Srq>,
     /// Address of the C object.
     pub c_object: Arc<AtomicUsize>,
-    /// The reliable datagram queue pairs that use this queue.
+    /// The datagram queue pairs that use this queue.
     users: Mutex<Vec<Weak<DgramQp>>>,
 }
 

@@ -52,8 +52,8 @@ fn check(result: c_int) -> io::Result<c_int> {
 ///
 /// Reading is different: each peer of the process that knows the key can read all of the memory as long as the buffer exists. A peer
 /// that follows the protocol reads only the bytes of a send, and only until the send has ended. Another one may also read
-/// what the program writes to the buffer later, and sees some changes partly. The program is not affected by that. But do not put
-/// data that a peer must not know into a buffer that was sent to it.
+/// what the program writes to the buffer later, and may see only a part of a change. The program is not affected by that. But do not
+/// put data that a peer must not know into a buffer that was sent to it.
 #[derive(Debug)]
 pub struct Buffer {
     bytes: Box<[u8]>,

@@ -9,7 +9,7 @@ pub(super) enum Timer {
     Rnr,
     /// The peer is silent although it has requests to answer. When the timer fires, a Ping is sent.
     Probe,
-    /// The peer has left. When the timer fires, posted requests fail.
+    /// The peer has left, or cannot be reached. When the timer fires, posted requests fail.
     GiveUp,
 }
 
@@ -18,9 +18,9 @@ impl Timer {
     pub(super) const ALL: [Self; 3] = [Self::Rnr, Self::Probe, Self::GiveUp];
 }
 
-/// The running timers with their times. The time of [`Timer::Probe`] is when the silence of the peer began: when the last segment
-/// arrived, or when the first request without an answer was sent. It is stored for each segment, without computing when the timer
-/// fires. The time of each other timer is when it fires.
+/// The running timers with their times. The time of [`Timer::Probe`] is when the silence of the peer began: when the last bytes
+/// arrived, or when the first request without an answer was sent. So only a time has to be stored whenever bytes arrive, and when the
+/// timer fires is computed later. The time of each other timer is when it fires.
 #[derive(Debug, Default)]
 pub(super) struct Timers([Option<Instant>; Timer::ALL.len()]);
 

@@ -5,8 +5,8 @@
 //! timer. An answer that arrives later is not placed (Grant's thesis, section 6.4). In a reliable service an answer
 //! is missing only if the peer is lost.
 //!
-//! A request with a forged source address could make this end send much data to a host that did not request it. So an
-//! answer may be longer than its request only if the request contains a [cookie](super::cookie). A reader without a
+//! In an unreliable service, a request with a forged source address could make this end send much data to a host that did
+//! not request it. So an answer may be longer than its request only if the request contains a [cookie](super::cookie). A reader without a
 //! cookie gets one and sends the request again. A request for little data is padded to the length of its answer
 //! instead.
 //!

@@ -21,8 +21,9 @@ impl RcQp {
         self.me.clone()
     }
 
-    /// Whether queue pairs of this process gain from sharing a connection. They do not if several threads poll: on connections of their own, their
-    /// system calls run at the same time.
+    /// Whether this queue pair may share a connection with others. It may not if it has a traffic class, because the packets of a
+    /// trunk have none. Queue pairs also gain nothing from sharing if several threads poll: on connections of their own, their system calls run at
+    /// the same time.
     fn may_share(&self, inner: &Inner, now: Instant) -> bool {
         let are_apart = !trunks::are_eager() && self.engine.has_several_pollers(now);
         inner.traffic_class == 0 && !are_apart
@@ -175,7 +176,7 @@ impl Waiting for RcQp {
     fn trunk_opened(&self, process: &Process, trunk: &Arc<Trunk>) {
         let now = clock::now();
         self.with(|inner| {
-            // The queue pair may have another peer meanwhile.
+            // The queue pair may have been connected to another peer meanwhile.
             let offered_by = inner.tcp.as_ref().and_then(|tcp| tcp.trunk_offered_by());
             if offered_by != Some(*process) {
                 return;

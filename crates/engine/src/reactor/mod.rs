@@ -300,7 +300,7 @@ impl Reactor {
         if self.is_broken() {
             return false;
         }
-        // Not initialized, which would cost as much as the rest of a call that finds nothing.
+        // The array is not initialized, because that would cost as much as the rest of a call that finds nothing.
         let mut events = [const { MaybeUninit::uninit() }; READY_MAX];
         let at_once = Timespec {
             tv_sec: 0,

@@ -27,7 +27,8 @@ const BYTES_PER_CALL: u64 = 16 << 10;
 impl Tcp {
     // ------------------------------------------------------------------ hand-over
 
-    /// Whether a trunk would save system calls. It does not if each of them sends or receives many requests or bytes already.
+    /// Whether a trunk would save system calls. It would not if each call on the own connection already sends or receives many requests or
+    /// bytes.
     pub(crate) fn would_gain_on_trunk(&self, conn: &Connection) -> bool {
         let calls = self.counts.tx_calls + self.counts.rx_calls;
         let bytes = self.counts.tx_bytes + self.counts.rx_bytes;
