@@ -1,7 +1,7 @@
 //! `cargo lab distros`: runs the programs of other releases of Debian, each in a directory tree, with the same build of anywarp.
 //!
 //! A tree contains packages of a release and their dependencies, unpacked but not configured. Creating one takes a minute,
-//! and trees are kept in `target/trees`. Programs run in it as in `cargo lab programs`, in namespaces that are removed after
+//! and trees are kept in `target/trees`. Programs run in a tree as in `cargo lab programs`, in namespaces that are removed after
 //! the run.
 
 use crate::process::Process;
@@ -31,7 +31,7 @@ const PACKAGES: [&str; 3] = ["rdmacm-utils", "ibverbs-utils", "perftest"];
 /// Other packages in a tree: for `env`, `cmp`, and the links in the root folder.
 const BESIDE: [&str; 3] = ["coreutils", "diffutils", "base-files"];
 
-/// The time limit for creating a tree and running the doctor in it.
+/// The time limit for creating a tree.
 const MAKE: Duration = Duration::from_secs(300);
 
 /// Options of `cargo lab distros`.
@@ -122,7 +122,7 @@ fn tree(name: &str, arm64: bool) -> Result<PathBuf> {
     make.args(["--variant=extract", "--skip=check/qemu", "--quiet"])
         .args(arm64.then_some("--architectures=arm64"))
         .arg(format!("--include={packages}"))
-        // The release file of an archive's snapshot may be older than its period of validity.
+        // The release file in a snapshot of an archive may have expired.
         .arg("--aptopt=Acquire::Check-Valid-Until \"false\"")
         .arg("--aptopt=Acquire::Languages \"none\"")
         .arg(name)

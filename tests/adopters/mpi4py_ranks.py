@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two ranks of mpi4py with MPICH. Compares messages, collectives and windows of many sizes.
+"""Two ranks of mpi4py with MPICH. Checks the data that arrives by messages, collectives and windows of many sizes.
 
 Without a launcher the program starts itself on two ranks: first with MPICH's default, the reliable connections of UCX, and
 then with the libfabric provider.

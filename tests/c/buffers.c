@@ -679,7 +679,7 @@ static const char *pieces(size_t threads)
 	ENSURE(!awbuf_pieces_next(pieces, &out), "awbuf_pieces_next returns a piece after the last");
 	ENSURE(!awbuf_pieces_end(pieces), "end");
 	TRY(same(sink.at, len, 7));
-	/* The operation is abandoned at each piece. */
+	/* The operation is ended early, after 0 to 19 of the 25 pieces. */
 	for (size_t stop = 0; stop < 20; stop++) {
 		pieces = awbuf_pieces_begin(from, src, len, AWBUF_SEND, 0);
 		ENSURE(pieces, "awbuf_pieces_begin: %s", strerror(errno));

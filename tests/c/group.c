@@ -41,7 +41,10 @@ static bool ip(const char *format, ...)
 	return system(line) == 0;
 }
 
-/* Runs in the namespace of host `n` after its interface was created. */
+/*
+ * Sets up the address of host `n`, and opens a queue pair and an address handle for the group. Runs in the namespace of the host,
+ * after its interface was created.
+ */
 static const char *open_host(struct dgram *d, unsigned int n, size_t arg, struct ibv_ah **ah, union ibv_gid *gid)
 {
 	struct anywarpdv_qp_init_attr dv = { .segment = (uint8_t)(arg & 3), .max_send_size = LONGEST };

@@ -83,9 +83,7 @@ pub(crate) fn run(check: bool) -> Result {
     }
     match errors.len() {
         0 => write_table(&table, check),
-        n => Err(
-            format!("{n} references between files point to a higher layer or form a cycle").into(),
-        ),
+        n => Err(format!("the layers of modules have {n} errors").into()),
     }
 }
 

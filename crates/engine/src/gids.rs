@@ -5,7 +5,8 @@
 //! reports changes. Every reader of the table checks that socket first, so no reader sees an outdated table. The
 //! worker notifies the open devices (`ibv_get_async_event(3)`).
 //!
-//! The port is the network interface that has the address of the first entry. The port is down while that interface is down.
+//! The port is the network interface that has the address of the first entry or, while that entry is empty, the interface that had it last.
+//! The port is down while that interface is down.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, OnceLock, Weak};
@@ -228,7 +229,7 @@ impl Watch {
         self.gid_table.lock()
     }
 
-    /// Whether the kernel has reported a change since the last call.
+    /// Whether the addresses may have changed since the last call: the kernel has reported a change, or cannot report any.
     fn changed(&self) -> bool {
         let Some(fd) = &self.fd else { return true };
         let mut changed = false;

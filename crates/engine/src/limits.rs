@@ -6,9 +6,10 @@ const PEER_DESCRIPTORS_MAX: usize = 512;
 /// the one before it, whose MPA Request may still arrive.
 const PEER_DESCRIPTORS_MIN: usize = 2;
 
-/// The number of descriptors for connections that no queue pair owns: half-open ones, and closed ones that are read
-/// until the peer closes too. It is a quarter of the descriptors that the process may open (`RLIMIT_NOFILE`), so that
-/// peers cannot use up the descriptors of the program.
+/// The number of descriptors for connections that no queue pair owns. The limit applies to each of two kinds: half-open
+/// connections, and closed ones that are read until the peer closes too. It is a quarter of the descriptors that the process may
+/// open (`RLIMIT_NOFILE`), but not less than `PEER_DESCRIPTORS_MIN` or more than `PEER_DESCRIPTORS_MAX`. So peers cannot use up
+/// the descriptors of the program.
 pub fn peer_descriptors() -> usize {
     share_of(rustix::process::getrlimit(rustix::process::Resource::Nofile).current)
 }

@@ -420,7 +420,7 @@ pub struct DeviceMemory {
 static DEVICE_MEMORY: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
 
 impl DeviceMemory {
-    /// Allocates `len` bytes at the start of a page. `None` if less memory is left.
+    /// Allocates `len` bytes at the start of a page. `None` if fewer bytes of device memory, or of the host's memory, are left.
     pub fn new(len: usize) -> Option<Self> {
         let most = bounds::DEVICE_MEMORY_MAX;
         let all = DEVICE_MEMORY.get();
@@ -502,7 +502,8 @@ impl SharedReceive {
 
     /// Called for each new queue pair that uses this queue.
     pub fn add_user(&self, qp: &QueuePair) {
-        // A stream tries again by itself, as often as the peer's attributes permit.
+        // Only datagram queue pairs have to be told of new receives. On a stream the peer sends a message again for which there was no
+        // receive, as often as its attributes permit.
         if let QueuePair::Dgram(qp) = qp {
             let mut users = self.users.lock();
             users.retain(|user| user.strong_count() > 0);

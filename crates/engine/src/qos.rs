@@ -217,8 +217,8 @@ impl Sender {
         let waiting: Vec<_> = self.waiting.keys().copied().collect();
         let (ready, next) = self.with(|link, t| {
             link.serve(t);
-            // Other processes forget the flows of a process that was stopped for a time, and a process that leaves the file begins
-            // with an empty link. Such a flow asks again.
+            // The link may not know a flow: other processes forget the flows of a process that was stopped for a time, and a process that
+            // cannot use the file any more continues with an empty link. The queue pair of such a flow asks again.
             let (ready, rest): (Vec<FlowId>, Vec<FlowId>) = waiting
                 .iter()
                 .copied()

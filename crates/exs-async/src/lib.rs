@@ -1,9 +1,10 @@
 //! Extended sockets as futures: a Rust interface to `<exs.h>`, over any RDMA device.
 //!
 //! An operation owns its [`Buffer`] and returns it at the end, because the peer's device reads the memory of the sender. When a buffer
-//! has been returned, no peer can write to it, not even one that violates the protocol. An operation
-//! starts when the function is called, not when its future is first awaited. Dropping the future cancels it. The crate works with any
-//! executor: a thread of the crate dequeues the events and wakes the tasks.
+//! has been returned, no peer can write to it, not even one that violates the protocol. An operation with a buffer starts when the
+//! function is called, not when its future is first awaited. Connecting, accepting and [`Socket::shutdown`] start when their futures
+//! are first awaited. Dropping a future cancels its operation. The crate works with any executor: a thread of the crate dequeues the
+//! events and wakes the tasks.
 //!
 //! ```no_run
 //! # async fn example() -> std::io::Result<()> {
@@ -76,8 +77,8 @@ impl Buffer {
 
     /// Returns the handle for a receive of a socket.
     fn receive_handle(&self, fd: c_int) -> c_int {
-        // If a receive lets peers write to the memory of a handle, they may do so as long as the handle exists. The program has plain
-        // references to the memory then.
+        // On iWARP devices a receive with the handle lets peers write to the memory as long as the handle exists, and the program has
+        // plain references to the memory in that time. Without the handle the library registers or copies it for this receive only.
         if exs::lets_peers_write_received(fd) {
             ffi::UNREGISTERED
         } else {

@@ -867,7 +867,7 @@ mod tests {
                     _ => [end | 6 << 1, 0, end ^ 1 | 6 << 1],
                 };
                 bytes.extend(call);
-                // Calls read three bytes, deliveries two.
+                // A send, a receive and a cancellation read three bytes. The other entries are two steps, which read two bytes each.
                 if call[0] >> 1 & 7 > 2 {
                     bytes.push(0);
                 }

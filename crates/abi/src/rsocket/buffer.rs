@@ -131,7 +131,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Registers memory. The peer may write it if `remote`.
+/// Registers memory with the rights `access`.
 ///
 /// # Safety
 /// The requirements of [`MemoryRegion::register`] apply.

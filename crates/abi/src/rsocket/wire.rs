@@ -283,7 +283,7 @@ pub(super) fn datagram_port(header: [u8; DATAGRAM_HEADER]) -> Option<u16> {
 
 // ---------------------------------------------------------------------- bytes
 
-/// Concatenates parts.
+/// Writes parts to `out`, one after the other.
 fn fill(out: &mut [u8], parts: &[&[u8]]) {
     let bytes = parts.iter().flat_map(|part| part.iter());
     for (place, byte) in out.iter_mut().zip(bytes) {

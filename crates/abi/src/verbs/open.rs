@@ -33,7 +33,8 @@ unsafe impl Sync for Shared {}
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: made in `the_device`. Only a device that no other thread has seen is dropped: another thread has made one first.
+        // SAFETY: the pointer was made in `the_device`. `Inherited::get` drops a device only if another thread has stored one first, so
+        // nothing refers to the dropped device.
         drop(unsafe { Box::from_raw(self.0.cast::<DeviceObject>()) });
     }
 }

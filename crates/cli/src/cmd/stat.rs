@@ -262,7 +262,7 @@ fn parse(text: &str) -> Result<(String, Vec<Line>), String> {
     Ok((head.trim().to_owned(), pairs))
 }
 
-/// Returns the increase of all counters. A counter that is lower than before was reset, since its queue pair was reconnected, and has
+/// Returns the increase of all counters. A counter that is lower than before was reset, because its queue pair was reconnected, and has
 /// increased from zero.
 fn since(before: &[Line], now: &[Line]) -> Vec<Line> {
     let old: BTreeMap<&str, &Line> = before.iter().map(|l| (l.number.as_str(), l)).collect();

@@ -63,7 +63,7 @@ enum Lost {
     Peer(String),
 }
 
-/// Makes SIGINT and SIGTERM set `interrupted`. A second signal kills the command.
+/// Makes SIGINT and SIGTERM set `interrupted`. A second signal ends the command at once.
 pub(crate) fn note_interrupts(interrupted: &Arc<AtomicBool>) {
     for signal in [libc::SIGINT, libc::SIGTERM] {
         let set =

@@ -94,7 +94,7 @@ fn start(args: &Run) -> Result<ExitCode, Failure> {
     Err(exec(command))
 }
 
-/// Returns the names of a program in rules: the name of its file, and the given name if that is a link.
+/// Returns the names of a program in rules: the name of its file after links are resolved, and the given name if it is different.
 fn names(program: &OsString) -> Vec<String> {
     let name = |path: &std::path::Path| Some(path.file_name()?.to_string_lossy().into_owned());
     let file = find(program).ok().and_then(|path| path.canonicalize().ok());

@@ -23,8 +23,9 @@ use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest, Terminat
 use crate::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, QN_SEND, Stag, To};
 
 impl Connection {
-    /// Delivers the message of a segment, if the segment is its last one. The segment was placed, or belongs to a
-    /// control message.
+    /// Delivers the message of a segment, if the segment is its last one. The payload of Sends, Writes and Read Responses
+    /// was placed before this call. The other messages consist of one segment, and are
+    /// read from `header` and `payload`.
     pub(super) fn deliver(
         &mut self,
         now: Instant,

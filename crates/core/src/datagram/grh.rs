@@ -44,11 +44,11 @@ pub(super) struct Known {
     arrival: Arrival,
     /// The source address in canonical form.
     pub(super) from: SocketAddr,
-    /// Whether they were sent to a group.
+    /// Whether the datagrams were sent to a group.
     pub(super) to_group: bool,
     /// The result of [`kind`].
     pub(super) kind: u8,
-    /// The header of a datagram of `len` bytes.
+    /// The length of the datagram for which `header` was built.
     len: usize,
     header: [u8; LEN],
 }

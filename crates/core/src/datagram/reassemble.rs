@@ -132,7 +132,7 @@ pub(crate) enum Order {
     Late,
 }
 
-/// How long the datagrams of a queue pair that was replaced are late.
+/// How long the datagrams of a queue pair that was replaced count as [`Order::Late`].
 ///
 /// This is longer than the queues of a network hold a datagram, so no datagram of the earlier queue pair changes memory. It is not
 /// much longer, because a datagram with a forged source can pretend that the queue pair was replaced. The datagrams of the true peer are
@@ -176,7 +176,7 @@ pub(crate) struct Incoming {
 
 impl Incoming {
     /// Classifies a datagram. If the result is [`Order::Newer`], its message becomes the newest, and the caller gives up
-    /// the one in `state`; otherwise nothing changes.
+    /// the one in `state`. If the result is [`Order::Replaces`], the caller may call [`Self::replace`].
     pub(crate) fn classify(&mut self, epoch: u16, id: u32, now: Duration) -> Order {
         match self.epoch {
             Some(present) if present == epoch => {}

@@ -354,7 +354,7 @@ pub trait Memory {
     fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64;
 }
 
-/// STag indexes are random already, so they are not hashed.
+/// STag indexes are random already, so a multiplication is enough to hash them.
 #[derive(Debug, Default, Clone, Copy)]
 struct IndexHasher(u64);
 
@@ -368,7 +368,7 @@ impl Hasher for IndexHasher {
         }
     }
     fn write_u32(&mut self, n: u32) {
-        // The hash table uses the high bits as tags, so the number is spread to them.
+        // An index has only 24 bits. The multiplication spreads them to the high bits, which the hash table uses as tags.
         self.0 = u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 }

@@ -13,6 +13,7 @@
 //! | [`rd`] | the packet of reliable datagrams, which contains such a datagram |
 //! | [`carrier`] | messages about shared memory between two UDP ports of one host |
 //! | [`signpost`] | where the listener of an rdma_cm port is |
+//! | [`trunk`] | the frames of a TCP connection that carries the streams of many queue pairs |
 //! | [`pretty`] | one line of text for any of them |
 
 use core::fmt;

@@ -20,7 +20,7 @@ use crate::engine::engine;
 use crate::fd;
 use crate::sys::socket;
 
-/// Calls `fuzz` with the stored inputs of the fuzzer for a target, and with each of them after one byte was changed.
+/// Calls `fuzz` with each stored input of the fuzzer for a target, and with each variant of it in which one byte is changed.
 pub(super) fn replay(target: &str, fuzz: fn(&[u8])) {
     let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
     let mut count = 0;

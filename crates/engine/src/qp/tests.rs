@@ -186,7 +186,7 @@ impl End {
         self.qp.lock().early_connections.len()
     }
 
-    /// Whether posted requests no longer wait for a connection, because it took too long.
+    /// Whether the time has passed after which requests that wait for the connection fail.
     fn has_given_up(&self) -> bool {
         self.qp.lock().dial_until.is_none()
     }

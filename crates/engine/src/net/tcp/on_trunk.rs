@@ -133,7 +133,7 @@ impl Tcp {
             return false;
         };
         if !self.rest.is_empty() {
-            // Bytes after its last message.
+            // The peer has sent more after its last message on the own connection.
             return false;
         }
         conn.resume_rx();
@@ -300,7 +300,7 @@ impl Tcp {
         };
         let goes_on = conn.end() == End::Open && outcome != Outcome::Broken(libc::ETIMEDOUT);
         if !seat.rx && goes_on {
-            // If the peer has left already, it has answered before.
+            // A peer whose end has arrived early has answered before it left, so it will not refuse the trunk.
             seat.gone = !seat.early_end;
             return false;
         }

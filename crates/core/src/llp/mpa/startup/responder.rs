@@ -52,8 +52,8 @@ pub struct Request {
     pub ord: Option<u16>,
     /// Private data of the peer's ULP.
     pub private_data: Vec<u8>,
-    /// Whether the peer offers all three ready-to-receive messages, as anywarp does. Only a Control Hello in place of
-    /// the ready-to-receive message makes it certain that the peer is anywarp.
+    /// Whether the peer offers all three ready-to-receive messages, as anywarp does, and [`ResponderLimits::known`] is set. Only a
+    /// Control Hello in place of the ready-to-receive message makes it certain that the peer is anywarp.
     pub peer_may_be_anywarp: bool,
 }
 
@@ -303,7 +303,7 @@ impl Responder {
 // initiator has no choice to make.
 pub(super) fn confirm(offered: RtrForms, known: bool) -> RtrForms {
     match offered {
-        // All three forms: an anywarp initiator recognizes this end by them (see the module documentation).
+        // All three forms: an anywarp initiator recognizes this end by them (see the documentation of `startup`).
         RtrForms::ALL if known => RtrForms::ALL,
         RtrForms {
             write: false,
