@@ -26,8 +26,8 @@ const UNIT: &str = "unit";
 
 /// The default programs, with arguments that limit their duration. The longest come first.
 ///
-/// Some tests of `strangers` measure the effect of many requests against the clock. With a sanitizer everything is ten times
-/// slower, so only the tests that send one request at a time run.
+/// Some tests of `strangers` measure the effect of many connections against the clock. With a sanitizer everything is ten times
+/// slower, so only the tests that open one connection at a time run.
 const SHORT: &[(&str, &[&str])] = &[
     (UNIT, &[]),
     ("chaos", &["--rounds", "3", "--cycles", "50"]),

@@ -377,7 +377,7 @@ static int as_user(uid_t user, int (*run)(void))
 	return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-/* Returns 0 if this process is offered memory, and 1 if not. */
+/* Returns 0 if this process is offered memory, 1 if not, and 2 if it cannot connect. */
 static int is_offered(void)
 {
 	static struct frame f;

@@ -140,7 +140,7 @@ static bool null_region(void)
 	return mr && !ibv_dereg_mr(mr);
 }
 
-/* Whether completion counters work. The headers may be older than their functions. */
+/* Whether completion counters work. The functions are looked up by name, because the headers may be too old to declare them. */
 static bool counter(void)
 {
 	struct { uint32_t comp_mask, type, flags; } attr = { 0 };
@@ -418,7 +418,6 @@ static const char *unknown(size_t arg)
 	return NULL;
 }
 
-/* With the siw profile, a queue pair that rdma_cm connects refuses unsupported requests and executes supported ones. */
 static int close_events(void *p)
 {
 	rdma_destroy_event_channel(p);
@@ -449,6 +448,7 @@ static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_
 	return NULL;
 }
 
+/* With the siw profile, a queue pair that rdma_cm connects refuses unsupported requests and executes supported ones. */
 static const char *siw_connected(size_t arg)
 {
 	struct rdma_event_channel *channel[2];

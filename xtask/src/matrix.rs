@@ -45,7 +45,7 @@ pub(crate) fn run() -> Result {
     load::run()
 }
 
-/// Returns the symbols that this library lacks or has with a wrong version.
+/// Returns the symbols that `ours` lacks or has with another version, and those that only `ours` has in a version node of both libraries.
 fn compare(library: &str, ours: &BTreeSet<Export>, theirs: &BTreeSet<Export>) -> Vec<String> {
     let mut differences = Vec::new();
     // Which version of a private name is the default matters only to the linker of rdma-core.

@@ -2,8 +2,9 @@
 //!
 //! The *owner* of a registration is the number of the manager that has made the registration.
 //!
-//! No code here allocates or frees memory while it holds the lock, since that may take long, and may unmap memory whose change must then
-//! be removed from this table. All lists are allocated at the beginning.
+//! No code here allocates or frees memory while it holds the lock of the table. That may take long. It may also unmap memory, and the
+//! kernel's report about unmapped memory (`watch.rs`) is handled by removing entries from the table, under the same lock. All lists are
+//! allocated at the beginning.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -493,7 +494,8 @@ impl Table {
         }
     }
 
-    /// Ends the older half of an owner's unused cached registrations. Returns whether there were any.
+    /// Removes half of an owner's unused cached registrations, those whose last use is the longest ago. The caller ends them. Returns
+    /// whether there were any.
     pub(crate) fn shrink(&mut self, owner: u64, watch: Option<&Watch>) -> bool {
         let idle = |e: &&Entry| e.owner == owner && e.uses == 0;
         let count = self.entries.iter().filter(idle).count();

@@ -48,7 +48,7 @@ pub(crate) enum Command {
     /// poll without a pause, and leave no processor to the other end of a transfer. `anywarp env` does not print this
     /// variable.
     ///
-    /// This does not work for a statically linked program, a program of another architecture and a program that gains
+    /// This does not work for a statically linked program, a program of another architecture or a program that gains
     /// privileges by set-user-ID or file capabilities; for these a warning is printed.
     Run(Run),
 
@@ -57,8 +57,8 @@ pub(crate) enum Command {
     /// The file has the format pcapng, for Wireshark and tshark. The device inside the program writes it, so no
     /// privileges are needed. Addresses, ports and contents are the real ones. The headers of IP, TCP and UDP are
     /// generated, and each connection begins with a generated handshake so that tools can follow it. A packet
-    /// contains the bytes of one system call. If both ends of a connection wrote to the same file, it would contain
-    /// everything twice: use a file for each.
+    /// contains the bytes of one system call. Use a separate file for each end of a connection: a file of both ends
+    /// would contain everything twice.
     ///
     /// Wireshark dissects iWARP over TCP; share/anywarp/wireshark/anywarp.lua adds the datagrams.
     Capture(Capture),

@@ -26,8 +26,8 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 static CHANGING: AtomicUsize = AtomicUsize::new(0);
 /// Number of threads that fork.
 static FORKING: AtomicUsize = AtomicUsize::new(0);
-/// How often a thread waits for 0.1 ms: a fork until no guard exists, and a new guard until no thread forks. A thread with a guard
-/// waits for nothing, but a busy host may not run it for some time, and the fork of a process with much memory takes long.
+/// The largest number of pauses of 0.1 ms in [`wait_until`]: a fork waits until no guard exists, and a new guard until no thread forks. A
+/// thread with a guard waits for nothing, but a busy host may not run it for some time, and the fork of a process with much memory takes long.
 const SLEEPS: u32 = 1000;
 
 thread_local! {
@@ -68,7 +68,8 @@ impl Changing {
     pub(crate) fn new() -> Self {
         let mine = MINE.get();
         MINE.set(mine + 1);
-        // This end increments its number before it reads the other one, and so does `before_fork`: at least one waits.
+        // This increments `CHANGING` before it reads `FORKING`, and `before_fork` increments `FORKING` before it reads `CHANGING`, so at
+        // least one of the two threads waits.
         let begin = || {
             CHANGING.fetch_add(1, Ordering::SeqCst);
             let begun = mine > 0 || FORKING.load(Ordering::SeqCst) == 0;

@@ -24,7 +24,7 @@ const TICK_MS: c_int = 1;
 const TICK: Duration = Duration::from_millis(TICK_MS as u64);
 
 static LIBRARY: OnceLock<Library> = OnceLock::new();
-/// This process was forked by one that had called [`init`].
+/// Whether this process was forked by one in which [`init`] had succeeded or was running.
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// The number of calls of [`init`] that have succeeded or are running.
 static BEGUN: AtomicUsize = AtomicUsize::new(0);
@@ -43,6 +43,7 @@ pub(crate) struct Library {
     /// Held while an event of the connection manager is taken and while a queue pair is destroyed, because librdmacm accesses
     /// the queue pair of an id when it delivers an event.
     cm: Mutex<()>,
+    /// The sockets for whose events threads of the program poll ([`watch_polled`]).
     hot: Mutex<Vec<Arc<Socket>>>,
     /// Sockets that the program cannot close, because it never got the descriptor or has closed it. The library's thread closes them.
     failed: Mutex<Vec<c_int>>,
@@ -136,7 +137,7 @@ impl<T> Table<T> {
         self.lock().insert(number, object);
     }
 
-    /// Removes an object if `may` permits it.
+    /// Removes an object if `may` permits it. `missing` is the error if there is no such object.
     fn remove(
         &self,
         number: c_int,
@@ -530,7 +531,7 @@ impl Library {
         self.remove(fd, true)
     }
 
-    /// Closes a socket. `wait`: until its last messages are sent.
+    /// Closes a socket. `wait`: whether to wait until its last messages are sent.
     fn remove(&self, fd: c_int, wait: bool) -> Result<(), c_int> {
         let socket = self.sockets.remove(fd, libc::EBADF, |_| Ok(()))?;
         socket.close(wait);

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The descriptors of a completion queue: an epoll set that the program waits for, and in it an eventfd that this library makes
-/// readable, and a timer.
+/// The descriptors of a completion queue or event queue: an epoll set that the program waits for. The set contains an eventfd that this
+/// library makes readable, and a timer.
 #[derive(Debug)]
 pub struct Wait {
     set: i32,

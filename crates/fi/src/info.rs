@@ -329,7 +329,7 @@ fn text(from: &CStr) -> Option<*mut c_char> {
 
 fn name_copy(name: &[u8]) -> Option<*mut c_void> {
     let at = zeroed::<[u8; NAME]>()?;
-    // SAFETY: the buffer has `NAME` bytes, and names are shorter.
+    // SAFETY: the buffer has `NAME` bytes, and no more are copied.
     unsafe { std::ptr::copy_nonoverlapping(name.as_ptr(), at.cast(), name.len().min(NAME)) };
     Some(at.cast())
 }

@@ -1,8 +1,8 @@
 //! Copies of long blocks that are fast at all addresses.
 //!
 //! `memcpy(3)` copies blocks of some 2 KiB and more with `rep movsb` on processors that report it as fast. On AMD processors since Zen 3
-//! this instruction takes a step of its microcode for each byte if the target lies 1 to 15 bytes behind the source within a page of
-//! 4 KiB: 3.5 instead of 57 GB/s were measured. In a ring all distances occur.
+//! this instruction takes a step of its microcode for each byte if the address of the target is 1 to 15 bytes above that of the source,
+//! modulo 4 KiB: 3.5 instead of 57 GB/s were measured. In a ring all distances occur.
 
 /// Shorter blocks are copied with vector registers, which are fast at all addresses.
 const PIECE: usize = 2048;

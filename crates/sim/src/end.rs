@@ -63,7 +63,7 @@ pub struct Setup {
     pub ord: u32,
     /// Whether the connection manager set up the stream.
     pub managed: bool,
-    /// Whether the queue pair then stays as it is when the peer's program ends the stream.
+    /// Whether the queue pair of a stream that the connection manager set up stays as it is when the peer's program ends the stream.
     pub stays: bool,
     /// The first message of the initiator.
     pub first: First,

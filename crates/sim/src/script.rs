@@ -36,11 +36,15 @@
 //!
 //! Words of a message: `stag`, `to`, `len`, `last`, `msn`, `mo`, `inv`, `size`, `source STAG TO`, `sink STAG TO`,
 //! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`, `skip N` (the first payload byte is that with the
-//! number N). `terminate LAYER/TYPE/CODE about read-response` names the segment that caused the error; `about atomic-response` too. Words of
+//! number N). `terminate LAYER/TYPE/CODE about read-response` names the segment that caused the error; `about atomic-response` too. With
+//! `swapped` after the code, the Terminate has the layout of Linux siw, and names a Write. Words of
 //! a control message: `hello`, `ack N`, `rnr N`, `restart N`, `nak N N`, `ping`, `bye`, `kind N`. To
 //! break rules: `dv`, `rv`, `op`, `qn`, `more` (not the last segment), `tagged`, `untagged`, `cut N` (bytes of the ULPDU
 //! that are sent), `length N` (the value of the length field), `bad-crc`. Payload byte *i* of a message is *i* modulo 251,
 //! plus 1.
+//!
+//! A number may be `NAME+N` or `NAME-N`: the tagged offset N bytes after or before the start of a region or window. An STag may be `NAME^N`:
+//! the STag of NAME with the bits of N inverted.
 
 use std::collections::BTreeMap;
 use std::iter::Peekable;

@@ -1371,8 +1371,8 @@ fn a_reader_repeats_its_request_once() {
     assert_eq!(brought.first_chunk(), Some(&7_u64.to_be_bytes()));
 }
 
-/// A reader has a cookie that the responder does not accept any more: it is some minutes old, or the responder was restarted. It gets another
-/// one.
+/// A reader has a cookie that the responder does not accept any more: it is some minutes old, or the responder was restarted. The reader gets
+/// another cookie.
 #[test]
 fn a_cookie_that_has_expired_is_replaced() {
     for restarted in [false, true] {
@@ -1489,7 +1489,7 @@ fn unsolicited_answers_are_not_reported() {
 fn an_incomplete_send_returns_its_receive() {
     for kind in [Kind::Ud, Kind::Rd] {
         let options = Options {
-            // The defaults: no Sends of more than 4096 bytes, for whose receives there has always been a timer.
+            // The defaults permit no Sends of more than 4096 bytes. A queue pair that permits them has a timer for each incomplete message.
             one_sided: true,
             ..Options::default()
         };

@@ -662,8 +662,8 @@ fn a_read_fails_if_the_responder_was_reset() {
     }
 }
 
-/// Both ends give each other up, or the requester fails for long, while an answer is under way. Later requests succeed at
-/// the first attempt, although the responder has begun a new session.
+/// Both ends give each other up, or the requester is in the error state for a long time, while an answer is under way. Later requests
+/// succeed at the first attempt, although the responder has begun a new session.
 #[test]
 fn requests_after_a_failure_succeed() {
     for cut in [true, false] {
@@ -816,7 +816,7 @@ fn a_message_cut_by_a_broken_receive_takes_no_other_receive() {
     }
 }
 
-/// A connected queue pair that is reset has no message of the old connection in the new one. The request of the peer fails.
+/// A connected queue pair that was reset delivers no message of the old connection in the new one. The request of the peer fails.
 #[test]
 fn no_message_of_an_old_connection_reaches_the_new_one() {
     for both in [false, true] {

@@ -9,7 +9,7 @@ pub const WAIT_READ: usize = 16 * 1024;
 pub const WAIT_LONG: usize = 512;
 /// Size in bytes of a buffer for data that is not received directly into the program's buffer.
 pub const SCRATCH: usize = 64 * 1024;
-/// Size in bytes of a buffer on the stack, for a receive that is expected to be shorter.
+/// Size in bytes of a buffer on the stack, for a receive that is expected to fit into it.
 pub const FEW: usize = 1024;
 /// The number of buffers of [`SCRATCH`] bytes that are kept for reuse. More threads than this rarely receive at the same time.
 pub const SCRATCH_KEPT: usize = 4;
@@ -44,13 +44,13 @@ pub const RUN: u8 = 8;
 pub const PARTS: usize = 64;
 /// Bytes that `sendfile` reads from the file at a time.
 pub const FILE_PIECE: usize = 64 * 1024;
-/// Waits that are shorter are not polled: the peer has answered on the same processor, or before the thread slept, so that no thread on another
-/// processor has to be woken.
+/// Shorter waits are not polled: the peer has answered on the same processor, or before the thread slept, so no thread on another processor
+/// had to be woken.
 pub const SPIN_LEAST: Duration = Duration::from_micros(6);
-/// Waits that are longer are not polled: the peer needs more time for its answers than it takes to wake a thread at each end, even on a slow
-/// virtual machine.
+/// Longer waits are not polled: the peer needs more time for its answers than it takes to wake a thread at each end, even on a slow virtual
+/// machine.
 pub const SPIN_LONGEST: Duration = Duration::from_micros(300);
-/// How long a wait polls while the peer does not poll yet. To wake the peer, which may be on a processor that has to be woken too, takes up to
+/// How long a wait polls while the peer does not poll yet. Waking the peer, which may be on a processor that has to be woken too, takes up to
 /// this time.
 pub const SPIN_TRY: Duration = Duration::from_micros(150);
 /// The number of tries (waits that poll for [`SPIN_TRY`]) after which the thread gives up. Several are needed because the two ends
@@ -116,7 +116,7 @@ pub const UNANSWERED: u8 = 3;
 /// Milliseconds that a process that exits, or executes another program, waits for other threads that use its streams, such as the worker. In a
 /// signal handler, the interrupted call may hold a stream, so the process does not wait longer.
 pub const EXIT_LOCK: u64 = 100;
-/// How often it tries to lock a stream before it pauses between two attempts.
+/// The number of attempts of such a process to lock a stream without a pause. It pauses before each further attempt ([`EXIT_TICK`]).
 pub const LOCK_TRIES: u32 = 1000;
 /// The lowest number of the library's own descriptors. Lower numbers stay free for programs that use
 /// `select`.
@@ -165,8 +165,8 @@ pub const BATCH: usize = 512 * 1024;
 /// The number of attempts to lock the stored peer address of a UDP socket for a change, while other threads
 /// read it.
 pub const TRIES: usize = 100;
-/// The names of UDP sockets in the directory use a descriptor each. They may use one in this many of the descriptors that the process may
-/// open.
+/// The names of UDP sockets in the directory use a descriptor each. The largest number of names is the number of descriptors that the process
+/// may open, divided by this.
 pub const NAMES_PART: usize = 8;
 /// The number of reliable datagrams that a socket can receive before the program reads. Further packets wait in the queue pair, and
 /// their acknowledgements report this to the senders.

@@ -8,14 +8,14 @@
 //!  offset 0: magic | 8: nonce | 64: accepted | 128: number of bytes read | 136: asked | 192: mark | 4096: the ring
 //! ```
 //!
-//! The *mark* tells up to which byte the ring is filled: 40 bits with the number of bytes written, and before them 24 bits with the
+//! The *mark* tells up to which byte the ring is filled: its low 40 bits are the number of bytes written, and its high 24 bits are the
 //! *generation*. The mark is in the memory and in each announcement. A payload that is sent in a message ends the generation, so a
 //! reader that has handled an announcement knows that all bytes up to a mark of the same generation come before any later message.
 //!
 //! A reader that knows no unread byte in the ring *asks* for the next announcement: it stores the number of announcements that it has
-//! handled, and then looks at the mark again. The writer stores the mark, and then announces it if the reader has handled and asked
-//! for as many announcements as were sent. So bytes that arrive while the reader is busy with earlier ones cost no message, and a reader that
-//! waits always gets one.
+//! handled, and then looks at the mark again. The writer stores the mark, and then announces it if the bytes are the first ones of a
+//! generation, or if the reader has handled all announcements that were sent and has asked for the next one. So bytes that arrive while the
+//! reader is busy with earlier ones cost no message, and a reader that waits always gets one.
 //!
 //! The other end may write anything to the memory at any time. Each number from it is read once and checked before it is used.
 
@@ -39,7 +39,7 @@ const RING: usize = 4096;
 /// The size of the file.
 const LEN: usize = RING + limits::RING;
 
-/// The number of low bits of a mark, which are those of the number of bytes written.
+/// The number of bits of a mark that hold the number of bytes written. They are its low bits.
 const POSITION: u32 = 40;
 
 /// Up to which byte the ring is filled, and the generation of these bytes.

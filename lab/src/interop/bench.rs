@@ -60,7 +60,7 @@ const STACKS: [(&str, &str, &str, &str); 4] = [
 const ANYWARP: &str =
     "LD_PRELOAD=/anywarp/libibverbs.so.1:/anywarp/librdmacm.so.1 ANYWARP_ADDR=10.88.0.2";
 
-/// Measures the rows whose names contain `filter`, `repeat` times each.
+/// Measures the rows whose name or program contains `filter`, `repeat` times each.
 pub(crate) fn run(repeat: Option<usize>, filter: Option<&str>) -> Result {
     let (repeat, filter) = (repeat.unwrap_or(REPEAT), filter.unwrap_or(""));
     let rows: Vec<_> = ROWS

@@ -17,7 +17,7 @@ use xtask::expect::Interop;
 /// A filter for packets that tshark cannot decode.
 const UNDECODED: &str = "_ws.malformed || _ws.unreassembled || _ws.expert.severity == \"Error\" || iwarp_mpa.bad_length";
 
-/// The longest time until tcpdump runs, or has exited.
+/// The longest time until tcpdump runs, has captured the last packet, or has exited.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// The size of the capture buffer. It holds all packets of a long case, even if tcpdump gets no processor time.
@@ -79,8 +79,8 @@ impl Capture {
         })
     }
 
-    /// Ends the capture and returns the file. When killed, tcpdump would discard packets that it has not read. So this sends
-    /// a last packet and waits until tcpdump has captured it.
+    /// Ends the capture and returns the file. A signal would make tcpdump discard the packets that it has not read yet. So this
+    /// first sends a last packet, and waits until tcpdump has captured it.
     pub(super) fn finish(mut self) -> Result<PathBuf> {
         UdpSocket::bind((guest::HOST, 0))?.send_to(LAST, AFTER)?;
         let latest = Instant::now() + LIMIT;

@@ -16,7 +16,7 @@ use crate::bench;
 use crate::process::Process;
 use crate::programs::{self, INSIDE};
 
-/// A transport, with its options of the MPI and its environment.
+/// A transport: the MPI with the options that select the transport, and environment variables.
 struct Transport {
     name: &'static str,
     mpi: Library,
@@ -88,7 +88,7 @@ const TWO_HOSTS: &[Transport] = &[
 ];
 
 /// A column of times or rates: its title, the program, its arguments, and the name of the value that it prints. `mpi` prints JSON. The
-/// others run kernels of the NAS benchmarks and print a line for each, at whose end are the seconds.
+/// others run kernels of the NAS benchmarks, and print a line for each kernel that ends with the time in seconds.
 type Speed = (&'static str, &'static str, &'static str, &'static str);
 
 const SPEEDS: [Speed; 7] = [
@@ -123,7 +123,7 @@ const FAR: &str = "10.79.0.2";
 type Values = Vec<Vec<f64>>;
 
 /// Measures the transports in turn, and prints a table of medians and of the smallest and largest values. `only`: measures the columns with
-/// this in their titles. Memory is measured if this is empty.
+/// this in their titles. If it is empty, memory is measured too, but not between namespaces.
 pub(super) fn run(rounds: usize, netns: bool, only: &str) -> Result {
     if netns && env::var_os(INSIDE).is_none() {
         // Installing needs a network, and the namespaces have none.

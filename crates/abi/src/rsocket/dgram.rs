@@ -6,8 +6,8 @@
 //! the request; the old answer is used until the new one arrives.
 //!
 //! A server replies to the port that a datagram names as its source, which any host can choose freely. Requests for such a port may never be
-//! answered. So the requests are limited, in all and for each host, and the queued datagrams, in all and for each port. A request that stays
-//! unanswered makes room for others.
+//! answered. So the number of requests is limited, in all and for each host, and the number of queued datagrams, in all and for each port. A
+//! request that stays unanswered makes room for others.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -124,7 +124,7 @@ pub(super) struct Datagrams {
     /// The datagrams to peers whose queue pairs are not known, the oldest first. There may be no request for a peer yet, because too
     /// many others are unanswered.
     waiting: VecDeque<Waiting>,
-    /// When the engine will call this socket to request more.
+    /// When the engine calls [`Self::step`], which then requests the queue pairs of further peers.
     asks_at: Option<Instant>,
     /// The peer set by `rconnect`.
     to: Option<SocketAddr>,

@@ -45,7 +45,8 @@ fn plain_of(ex: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
     }
 }
 
-/// Creates a queue pair. `chosen` is the kind of datagram queue pair if the program selected one with `anywarpdv.h`.
+/// Creates a queue pair. `chosen` is the kind of datagram queue pair and its options, if the program selected them with `anywarpdv.h` or with
+/// a create flag.
 ///
 /// # Safety
 /// `pd` and the objects in `init` are null or live.

@@ -32,7 +32,8 @@ pub(super) struct ReceiveUnderWay {
     pub(super) places: Places,
     /// Length of the receive in bytes.
     pub(super) room: u64,
-    /// How many of these bytes may be written, from the beginning on: all unless an element is not in a region with that right.
+    /// How many of these bytes may be written, from the beginning on: all, unless an element is not in a region with the right of local
+    /// writing.
     pub(super) writable: u64,
     pub(super) received: u64,
     pub(super) msn: Msn,

@@ -107,8 +107,9 @@ impl DatagramQp {
         waiting >= most || (self.queued_answers >= bounds::RD_ANSWERS && waiting >= FAIR)
     }
 
-    /// The same for an unreliable queue pair. Reads that are dropped here are not repeated, so each peer may have as many as a
-    /// queue pair sends before it waits, whatever the others do.
+    /// Whether the largest number of answers is queued on an unreliable queue pair, for this peer or for all peers together. A Read that
+    /// is dropped here is not repeated. So a peer may have as many queued answers as a queue pair has outstanding Reads at most
+    /// (`max_reads`), unless the limit of all peers is reached.
     fn has_enough_unreliable_answers(&self, peer: &Peer) -> bool {
         let most = usize::from(self.options.max_reads);
         let all = self.answers.len() + self.closed_answers.len();

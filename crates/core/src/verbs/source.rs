@@ -18,7 +18,7 @@ pub enum Source {
     Memory {
         /// The ranges, in order.
         places: Places,
-        /// Whether the bytes may change while they are sent, so a segment is always copied before its CRC is made.
+        /// Whether the bytes may change while they are sent. A segment is then always copied before its CRC is made.
         volatile: bool,
     },
 }

@@ -375,7 +375,7 @@ impl SendQueue {
 
     /// Whether a request was taken and has not retired, even if it waits to be sent again.
     pub fn has_begun(&mut self) -> bool {
-        // Message sequence numbers begin with 1.
+        // Message sequence numbers begin with 1, so those of a request that was taken are not 0.
         let is_repeated = |(_, posted): (u64, &mut Posted)| posted.msn_before != (0, 0);
         self.has_outstanding() || self.peek().is_some_and(is_repeated)
     }

@@ -50,7 +50,8 @@ pub(super) const HOP_LIMIT: u8 = 64;
 pub(super) const STALL: Duration = Duration::from_millis(100);
 /// How long an end still receives from a carrier that it has closed. The peer notices the close within this time.
 const LINGER: Duration = Duration::from_secs(2);
-/// When it is first checked whether the peer's port still exists. The time doubles with each check, up to [`CHECK_MAX`].
+/// The first interval between two checks of whether the peer's port still exists. The interval doubles with each check, up to
+/// [`CHECK_MAX`].
 const CHECK_AFTER: Duration = Duration::from_secs(10);
 const CHECK_MAX: Duration = Duration::from_secs(640);
 /// After a carrier was refused or has ended, memory is offered again after this number of datagrams.

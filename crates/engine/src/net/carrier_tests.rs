@@ -347,7 +347,7 @@ fn forged_messages_change_nothing() {
     for n in 0..OFFER_AFTER + 1 {
         a.send(&b, n, 100).unwrap();
     }
-    // A Take without the proof, from the right address, arrives before the genuine one.
+    // A Take with a wrong proof, from the right address, arrives before the genuine one.
     b.port.tell(a.at, None, Message::Take { proof: 1 });
     let mine = std::process::id();
     for (pid, fd) in [(mine, 0), (mine, 1_000_000), (0, 0), (u32::MAX, u32::MAX)] {

@@ -183,7 +183,7 @@ unsafe fn of_message(
     }
 }
 
-/// Like the macro of the same name in `message.rs`.
+/// Declares C functions, with the guarantees of the program that the macro of the same name in `message.rs` lists.
 macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         #[allow(clippy::too_many_arguments, reason = "the signatures are libfabric's")]

@@ -531,7 +531,7 @@ impl Endpoint {
                         lost.push(sent.op);
                     }
                 }
-                // These writes have waited for room in the send queue before they could wait for room on the link.
+                // Deferred writes wait for room in the send queue, and were not passed to the link yet.
                 let linked = |op: &Op| matches!(op, Op::Announced { to, grant: Some(g), .. } if *to == from && g.linked);
                 self.deferred.retain(|deferred| match deferred {
                     Deferred::Write(op) if self.ops.get(*op).is_some_and(linked) => {

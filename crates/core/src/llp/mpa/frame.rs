@@ -33,7 +33,7 @@ pub struct TxBatch {
     small: bool,
     /// The number of bytes at which the batch is full.
     most: usize,
-    /// The request to which user memory belongs that is added now.
+    /// The number of the send request whose user memory is added.
     request: u64,
 }
 
@@ -125,7 +125,8 @@ impl TxBatch {
         }
     }
 
-    /// Sets the number of bytes at which the batch is full. Its last FPDU may exceed it. Emptying the batch keeps the number.
+    /// Sets the number of bytes at which the batch is full. The last FPDU may go beyond this number. The setting stays when the batch is
+    /// emptied.
     pub fn limit(&mut self, bytes: usize) {
         self.most = bytes.clamp(1, bounds::TX_BATCH_BYTES);
     }
@@ -150,7 +151,7 @@ impl TxBatch {
         !self.pieces.is_empty()
     }
 
-    /// Sets the number of the send request to which the user memory belongs that is added next.
+    /// Sets the number of the send request whose user memory is added next.
     pub fn set_request(&mut self, number: u64) {
         self.request = number;
     }

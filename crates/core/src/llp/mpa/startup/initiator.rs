@@ -7,7 +7,7 @@ use crate::wire::mpa::{DEPTH_NOT_NEGOTIATED, Enhanced, MAX_DEPTH, StartupFrame};
 /// The configuration of an initiator.
 #[derive(Clone, Debug)]
 pub struct InitiatorConfig {
-    /// MPA revision: 2, or 1 for a second try to an older implementation.
+    /// MPA revision: 2, or 1 for a second attempt to connect to an older implementation.
     pub rev: u8,
     /// Whether to ask for CRCs.
     pub crc: bool,
@@ -61,7 +61,7 @@ pub enum Progress {
         /// The message to send first. To an anywarp peer a Control Hello is sent instead.
         rtr: Option<Rtr>,
         /// Whether this end requested CRCs, and the C bit of the Reply is clear. RFC 5044 requires CRCs in this case.
-        /// The caller logs it, in case the peer does not know that.
+        /// The caller logs this, because a peer that does not follow the rule sends no CRCs.
         crc_unconfirmed: bool,
     },
     /// The peer's ULP rejected the connection. TCP is still open.
