@@ -1,4 +1,4 @@
-//! `cargo lab sanitize`: runs unit tests, the simulation and the C programs with AddressSanitizer or ThreadSanitizer.
+//! `cargo lab sanitize`: runs unit tests and the C programs, and with `--long` the simulation, with AddressSanitizer or ThreadSanitizer.
 //!
 //! ```text
 //!   C program, compiled with the sanitizer by cc  ──┐

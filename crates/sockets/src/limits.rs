@@ -44,11 +44,11 @@ pub const RUN: u8 = 8;
 pub const PARTS: usize = 64;
 /// Bytes that `sendfile` reads from the file at a time.
 pub const FILE_PIECE: usize = 64 * 1024;
-/// Shorter waits are not polled: the peer has answered on the same processor, or before the thread slept, so no thread on another processor
-/// had to be woken.
+/// A measured wait that is shorter does not count as suitable for polling: the peer has answered on the same processor, or before the thread
+/// slept, so no thread on another processor had to be woken.
 pub const SPIN_LEAST: Duration = Duration::from_micros(6);
-/// Longer waits are not polled: the peer needs more time for its answers than it takes to wake a thread at each end, even on a slow virtual
-/// machine.
+/// A measured wait that is longer does not count as suitable for polling: the peer needs more time for its answers than it takes to wake a
+/// thread at each end, even on a slow virtual machine.
 pub const SPIN_LONGEST: Duration = Duration::from_micros(300);
 /// How long a wait polls while the peer does not poll yet. Waking the peer, which may be on a processor that has to be woken too, takes up to
 /// this time.
@@ -111,12 +111,14 @@ pub const EXIT_WAIT: i32 = 1000;
 /// Milliseconds that an exiting process waits for all its streams together, as long as for those that it has closed. It waits for peers whose
 /// receive buffers are full: with kernel TCP such a peer would get all bytes.
 pub const EXIT_STREAMS: u64 = DRAIN;
-/// The number of repetitions, and of probes of the window, without an answer after which an exiting process does not wait for a peer any more.
+/// The number of retransmissions, or of probes of the window, without an answer after which an exiting process does not wait for a peer any
+/// more.
 pub const UNANSWERED: u8 = 3;
 /// Milliseconds that a process that exits, or executes another program, waits for other threads that use its streams, such as the worker. In a
 /// signal handler, the interrupted call may hold a stream, so the process does not wait longer.
 pub const EXIT_LOCK: u64 = 100;
-/// The number of attempts of such a process to lock a stream without a pause. It pauses before each further attempt ([`EXIT_TICK`]).
+/// The number of attempts to lock a stream without a pause, in a process that exits or executes another program. It pauses before each further
+/// attempt ([`EXIT_TICK`]).
 pub const LOCK_TRIES: u32 = 1000;
 /// The lowest number of the library's own descriptors. Lower numbers stay free for programs that use
 /// `select`.
@@ -211,8 +213,8 @@ pub const RELIABLE_PART: usize = 8;
 /// The size in bytes of the ring in shared memory that carries one direction of a stream between two processes of one host. It is as
 /// large as the largest window by default.
 pub const RING: usize = 1 << 20;
-/// The most payload in bytes that is put into that memory, or taken out of it, before the other end learns of it: the reader copies a part
-/// while the writer copies the next one.
+/// The most payload in bytes that is put into a ring in shared memory, or taken out of it, before the other end learns of it: the reader
+/// copies a part while the writer copies the next one.
 pub const MEMORY_PIECE: usize = 64 * 1024;
 /// The most rings ([`RING`]) of a process, one for each direction of a stream. All together have 64 MiB.
 pub const MEMORIES: usize = 64;

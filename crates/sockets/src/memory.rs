@@ -122,7 +122,7 @@ pub struct Offer {
     pub pid: u32,
     /// A descriptor of the memory in that process.
     pub fd: u32,
-    /// A random number, which is also in the memory. A process that does not know the number in some memory cannot make a reader open
+    /// A random number, which is also in the memory. A process that does not know the number in some memory cannot make a reader use
     /// that memory.
     pub nonce: u64,
 }

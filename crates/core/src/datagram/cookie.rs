@@ -17,8 +17,8 @@ use super::types::Peer;
 
 /// The shortest time for which a cookie is valid, in seconds. The longest time is twice as long.
 const LIFE: u64 = 60;
-/// The same for the token of a reliable peer. A peer is remembered for longer than its token is valid, so the token of a
-/// forgotten peer is not accepted.
+/// The shortest time for which the token of a reliable peer is valid, in seconds. The longest time is twice as long. A peer is
+/// remembered for longer than its token is valid, so the token of a forgotten peer is not accepted.
 const TOKEN_LIFE: u64 = 30;
 
 /// The key, from the random source of the host.

@@ -89,7 +89,7 @@ struct Table<S: DatagramSink> {
 /// The destinations of a port and their carriers.
 pub(super) struct Carriers<S: DatagramSink> {
     table: Mutex<Table<S>>,
-    /// Whether there has been a carrier.
+    /// Whether memory was ever offered or accepted.
     any: AtomicBool,
     /// The generation of the process ([`process::generation`]).
     generation: u32,

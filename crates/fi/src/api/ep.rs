@@ -206,8 +206,8 @@ unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
         // SAFETY: this process opened the object.
         unsafe {
             with_endpoint(at, |endpoint, _| {
-                // A counter counts from now on, as with other providers. Sandia OpenSHMEM binds the counters of contexts that it
-                // creates later to one endpoint.
+                // A counter may be bound to an enabled endpoint, and counts from then on, as with other providers. Sandia OpenSHMEM binds
+                // the counters of contexts that it creates later to one endpoint.
                 if endpoint.enabled && class as u32 != FI_CLASS_CNTR {
                     return Err(FI_EOPBADSTATE);
                 }
