@@ -349,7 +349,7 @@ fn a_message_is_delivered_with_its_last_segment_and_once() {
         for id in 0..3 {
             w[end].recv(id, &[mr.all()]);
         }
-        // RFC 5041 §5.4 [ddp-deliver] [ddp-deliver-once] [ddp-deliver-length], RFC 5040 §5.5 (16) [rdmap-send-delivered].
+        // RFC 5041 §5.3 [ddp-deliver-once], §5.4 [ddp-deliver] [ddp-deliver-length], RFC 5040 §5.5 (16) [rdmap-send-delivered].
         w[peer].sends(&untagged(Opcode::Send, 1, 0, false, &[1; 20]));
         w.run();
         assert!(w[end].received().is_empty());

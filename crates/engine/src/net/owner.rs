@@ -11,9 +11,9 @@ const BY_FAMILY: u16 = 20;
 const REQUEST: u16 = 1;
 /// Bytes of a `struct nlmsghdr`.
 const HEADER: usize = 16;
-/// Bytes of a `struct inet_diag_req_v2` after its header.
+/// Bytes of a `struct inet_diag_req_v2`, which follows the header.
 const QUERY: usize = 56;
-/// Offset of the user in a `struct inet_diag_msg`, with its header.
+/// Offset of the user in the answer, which is a header and a `struct inet_diag_msg`.
 const USER: usize = HEADER + 64;
 
 /// Whether the TCP socket of this network namespace that is bound to `local` and connected to `remote` belongs to the

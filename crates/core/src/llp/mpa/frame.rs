@@ -493,7 +493,7 @@ mod tests {
         }
     }
 
-    // RFC 5044 §4.5 [mpa-mulpdu-plain] [mpa-mulpdu-markers], §3 [mpa-mulpdu-range] [mpa-mulpdu-min] [mpa-ulpdu-max]
+    // RFC 5044 §4.5 [mpa-mulpdu-plain] [mpa-mulpdu-markers] [mpa-mulpdu-min], §3 [mpa-mulpdu-range] [mpa-ulpdu-max]
     #[test]
     fn a_full_frame_fits_its_segment_and_mulpdu_stays_in_its_range() {
         for emss in 0..70_000 {
