@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Bytes received from the carrier (the TCP connection of a stream) by a call that waits for events. The rest is read directly into the
 /// program's buffer later.
 pub const WAIT_READ: usize = 16 * 1024;
-/// The same if long messages are expected: enough bytes to detect a long message.
+/// The number of bytes in place of [`WAIT_READ`] if long messages are expected: enough to detect a long message.
 pub const WAIT_LONG: usize = 512;
 /// Size in bytes of a buffer for data that is not received directly into the program's buffer.
 pub const SCRATCH: usize = 64 * 1024;
