@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# Only needed for linking. C programs are compiled with the distribution's headers and linked to its libraries.
+# These are needed only for linking, and C programs are compiled and linked with the distribution's headers and libraries.
 EXCLUDED = {"libibverbs.so", "librdmacm.so"}
 
 METADATA = """\

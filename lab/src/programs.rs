@@ -810,7 +810,7 @@ impl LocalProcess {
         self.process.poll()
     }
 
-    /// Returns whether the program's network has a bound port of this number, or the signpost of a datagram port of rdma_cm: the UDP
+    /// Returns whether the program's network namespace has a bound port of this number, or the signpost of a datagram port of rdma_cm: the UDP
     /// socket that tells peers which UDP port the listener uses. Connected sockets do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
         let candidates = DATAGRAM_SPACES.map(|space| {

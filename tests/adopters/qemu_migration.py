@@ -108,7 +108,7 @@ def main():
             file.write(random.Random(1).randbytes(LENGTH))
         times = {}
         timed = "--time" in sys.argv
-        # The first moves of a computer are slower, because it gives its memory to a process for the first time. They do not count.
+        # The first move of each kind does not count: it is slower, because the host uses some of its memory for the first time.
         for turn in range(6 if timed else 1):
             for transport, pinned in [("rdma", False), ("rdma", True)] + [("tcp", False)] * timed:
                 state = move(folder, f"{transport}:{ADDRESS}:{free_port()}", pinned)

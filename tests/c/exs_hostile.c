@@ -219,7 +219,10 @@ static const char *connected(void)
 	return NULL;
 }
 
-/* Starts two sends, the second persistent. If `receive`, two receives start before them; otherwise two such sends follow them. */
+/*
+ * Starts two sends, the second persistent. If `receive`, two receives start before them. Otherwise two more sends follow them: one of
+ * no bytes, and a persistent one with notification.
+ */
 static const char *begin(bool receive)
 {
 	int failed = 0;
@@ -618,8 +621,8 @@ static const char *receives_of_the_peer(size_t which)
 }
 
 /*
- * A peer does not answer the request to give back a receive, so it is not cancelled, because the peer may be writing to it. When the program
- * closes the socket, the receive ends and the peer cannot write any more.
+ * A peer does not answer the request to give back a receive. The receive is not cancelled then, because the peer may be writing to its memory.
+ * When the program closes the socket, the receive ends and the peer cannot write any more.
  */
 static const char *keeps_a_receive(size_t arg)
 {

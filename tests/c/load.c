@@ -8,7 +8,10 @@
  *   link       dlopen("libibverbs.so") and ("librdmacm.so"), as NCCL does first
  *   deepbind   the same names as soname, with RTLD_DEEPBIND
  *   rdmacm     librdmacm only; the functions of libibverbs are found through it
- *   DIR        by absolute path, librdmacm first
+ *   DIR        by absolute path
+ *
+ * Except with linked and rdmacm, librdmacm is opened before libibverbs. If EXPECT_DIR is set, the library must be in this
+ * folder.
  *
  * Exits with 0 if every name and version was found, all ways led to one copy of the library, and its code is still
  * mapped after dlclose.

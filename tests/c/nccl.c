@@ -2,7 +2,7 @@
 /*
  * Verbs as NCCL uses them. NCCL looks up every function at run time, by name and version. It connects a queue pair to
  * itself; an RDMA Read on that queue pair flushes the data that a GPU has received. It connects two queue pairs of one
- * process. It calls ibv_reg_dmabuf_mr to learn whether the device has dma-buf.
+ * process. It calls ibv_reg_dmabuf_mr to learn whether the device supports dma-buf.
  */
 #include "ends.h"
 

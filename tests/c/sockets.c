@@ -1387,7 +1387,7 @@ static const char *reads_from_the_dead(size_t how)
 	return NULL;
 }
 
-/* Uses a stream without end: each call locks it for a short time, and in the pauses it is free. */
+/* Calls ioctl on a stream in an endless loop: each call locks the stream for a short time, and in the pauses the stream is free. */
 static void *asks(void *p)
 {
 	int waiting;
@@ -1840,7 +1840,7 @@ static bool runs(pthread_t thread, void **result)
 	return pthread_tryjoin_np(thread, result) == EBUSY;
 }
 
-/* The bytes of `write_much`: more than sockets accept for a peer that does not read. */
+/* The number of bytes that `write_much` writes: more than sockets accept for a peer that does not read. */
 #define MUCH (16u << 20)
 
 /* Writes until an error, or to the end. Returns the errno, or 0. */
@@ -1976,7 +1976,10 @@ static void *later(void *fd)
 	return (void *)(intptr_t)(write((int)(intptr_t)fd, "c", 1) != 1);
 }
 
-/* One call reads several times: it waits for all, for the first one, or until the time is over when one has arrived. */
+/*
+ * recvmmsg reads into several buffers. It returns when all have data, with MSG_WAITFORONE when the first has, or after the first if its time
+ * limit has passed.
+ */
 static const char *several_reads(size_t arg)
 {
 	struct pair p;
@@ -2493,7 +2496,10 @@ static const char *shares_turns(size_t streams)
 	return NULL;
 }
 
-/* A program that closes all descriptor numbers does not close those of the library, which does not use descriptors that the program puts there. */
+/*
+ * A program that closes all descriptor numbers does not close the descriptors of the library. If the program puts descriptors of its own at
+ * these numbers, the library does not use them.
+ */
 static const char *closes_all_numbers(size_t replaces)
 {
 	struct pair p;

@@ -78,7 +78,7 @@ static long long number(const char *text, uint32_t qpn, const char *name)
 	return at ? atoll(at) : -1;
 }
 
-/* Whether this carrier has the stream of a queue pair. */
+/* Whether the stream of a queue pair is on this carrier. */
 static bool is_carried(const char *text, uint32_t qpn, const char *carrier)
 {
 	const char *at = value(text, qpn, "carrier");

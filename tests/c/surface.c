@@ -671,7 +671,7 @@ static const char *clock_of_completions(size_t arg)
 	ENSURE(qp, "ibv_create_qp: %s", strerror(errno));
 	keep(close_qp, qp, "ibv_destroy_qp");
 	ENSURE(!ibv_query_rt_values_ex(device, &before), "ibv_query_rt_values_ex");
-	/* So the second changes between the two times. */
+	/* More than a second, because `tv_nsec` must not start at 0 again with each second. */
 	sleep_ms(1100);
 	ENSURE(!ibv_modify_qp(qp, &ready, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "ibv_modify_qp");
 	ENSURE(!ibv_post_recv(qp, &wr, &bad), "ibv_post_recv");
@@ -853,7 +853,7 @@ static const char *xrc(size_t arg)
 		TRY(expect_ok(b.cq[to], (uint64_t)(100 + i), IBV_WC_RECV, &wc));
 		ENSURE(wc.byte_len == 64 && wc.qp_num == b.receiver->qp_num, "byte_len %u", wc.byte_len);
 		ENSURE(i != 1 || (wc.wc_flags & IBV_WC_WITH_IMM && wc.imm_data == 77),
-		       "the immediate data is missing, or another one");
+		       "the immediate data is missing or wrong");
 		TRY(expect_ok(a.scq, (uint64_t)i, IBV_WC_SEND, NULL));
 	}
 	TRY(all_bytes(theirs.at + 64, 64, 0x42, "the sent data"));
@@ -1120,7 +1120,7 @@ static void *watch_queue(void *arg)
 	return NULL;
 }
 
-/* The requests of a queue pair that is destroyed do not complete, also for a thread that polls at this moment. */
+/* The requests of a queue pair that is destroyed do not complete, not even for a thread that polls at this moment. */
 static const char *no_completion_when_destroyed(size_t arg)
 {
 	(void)arg;

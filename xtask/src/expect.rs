@@ -66,7 +66,7 @@ pub struct Case {
 /// Additional keys of a case whose other end is siw.
 #[derive(Debug, Clone, Default)]
 pub struct Interop {
-    /// The stack that is always the server. `None`: the case runs twice, with each of them as the server.
+    /// The stack that is always the server. `None`: the case runs twice, once with each stack as the server.
     pub only: Option<Server>,
     /// Module parameters of siw.
     pub siw: Vec<(String, String)>,

@@ -1,5 +1,5 @@
-//! Tests that no peer can write to a buffer that the program has: `anywarp run -- cargo run --package anywarp-exs-async --example access`.
-//! The program counts the registrations, by functions that replace those of libibverbs. With `ANYWARP_FACE=iwarp` the device
+//! Tests that no peer can write to a buffer that the program holds: `anywarp run -- cargo run --package anywarp-exs-async --example access`.
+//! Functions that replace those of libibverbs record the registrations. With `ANYWARP_FACE=iwarp` the device
 //! is an iWARP device, on which a receive lets peers write.
 
 mod executor;

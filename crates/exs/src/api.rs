@@ -635,7 +635,7 @@ fn begin_transfer(
             require(!flow.is_shut(), libc::EPIPE)?;
             flow.send(Socket::send(op, id), out);
         } else {
-            // The peer learns the place of a persistent receive by a message, and none follows the end of the data.
+            // A PLACE tells the peer where the memory of a persistent receive is, and no PLACE may follow the FIN of this end.
             require(!persistent || !flow.is_shut(), libc::EPIPE)?;
             flow.recv(Socket::recv(op, id, offset), out);
         }

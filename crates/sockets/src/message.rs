@@ -97,7 +97,7 @@ pub fn tail<'a>(head: &[u8], payload: impl Iterator<Item = &'a [u8]>) -> [u8; TA
 /// Returns the length of the header if a datagram begins with that of a message.
 pub fn begins(bytes: &[u8]) -> Option<usize> {
     let (head, rest) = bytes.split_first_chunk::<{ Shim::LEN }>()?;
-    // Version 1 without flags; the Q_Key; offset 0; both queue pairs 0, no parity.
+    // Version 1 without flags; the Q_Key; offset 0; no attributes, both queue pairs 0, no parity.
     let is_ours = head.starts_with(&[0xdc, 0x10])
         && head.get(4..8) == Some(&KEY.to_be_bytes())
         && head.get(16..20) == Some(&[0; 4])

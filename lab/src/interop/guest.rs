@@ -44,7 +44,7 @@ const TAIL: usize = 14;
 pub(super) struct Guest {
     qemu: Process,
     console: PathBuf,
-    /// The current parameters of siw. Before the first change, the driver is the unmodified siw. Then it is siw_tun.
+    /// The current parameters of siw. The driver is the unmodified siw before the first change, and siw_tun from then on.
     set: std::cell::RefCell<Vec<(String, String)>>,
 }
 

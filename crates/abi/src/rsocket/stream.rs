@@ -577,7 +577,8 @@ impl Stream {
         self.end.as_mut()
     }
 
-    /// Returns whether this end may still send: false after its own `rshutdown`.
+    /// Returns false if the connection is open, and this end has shut down sending (`rshutdown`). In other phases it returns true, and
+    /// [`Self::open_end`] the error.
     pub(super) fn may_send(&self) -> bool {
         self.phase != Phase::Open || self.sending
     }
@@ -1010,7 +1011,7 @@ impl Stream {
         open
     }
 
-    /// Returns whether all sends have completed, with the message that ends the stream, or one has failed.
+    /// Returns whether all sends have completed, including the message that ends the stream, or one has failed.
     fn is_sent(&mut self) -> bool {
         match &mut self.end {
             Some(end) if self.phase == Phase::Over => {

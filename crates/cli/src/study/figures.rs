@@ -714,8 +714,8 @@ impl Experiment {
         points
     }
 
-    /// Returns a description of the first selection that selects nothing, and of the first finding that cannot hold or cannot fail.
-    /// Axes that `--vary` changes are not checked: a finding may then lose its points.
+    /// Returns a description of the first selection that selects nothing, or of the first finding that cannot hold or cannot fail.
+    /// This is checked only for the values in the file: with other values ([`vary`]) a finding may have no points.
     fn pointless(&self) -> Option<String> {
         let all = self.points(Extent::Full);
         for figure in self.figures.iter().filter(|f| f.blank.is_none()) {
@@ -797,7 +797,7 @@ impl Experiment {
     }
 }
 
-/// Returns how a finding can have only one result, whatever is measured, or none at all. `points`: those of its figure.
+/// Returns why a finding has the same result whatever is measured, or cannot have a result. `points`: those of its figure.
 fn pointless(finding: &Finding, points: &[Point]) -> Option<String> {
     let number = |name: &str, value: f64| format!("the {name} of a finding is {value}");
     if !(finding.factor.is_finite() && finding.factor > 0.0) {
@@ -838,7 +838,7 @@ fn pointless(finding: &Finding, points: &[Point]) -> Option<String> {
     None
 }
 
-/// Returns a value that a selection names and that no point has.
+/// Returns why a selection selects no point, or which of its values no point has.
 fn unmatched(select: &Select, points: &[Point]) -> Option<String> {
     let there = |axis: &String, value: &Value| {
         let mut all = points.iter().map(|point| point.params.get(axis));

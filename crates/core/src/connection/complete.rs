@@ -213,8 +213,8 @@ impl Connection {
         self.retire();
     }
 
-    /// Handles an acknowledgement, which the carrier transported, of all request messages up to `seq`. It may be older than
-    /// the last acknowledgement.
+    /// Handles an acknowledgement of all request messages up to `seq` that the carrier transported. It may be older than
+    /// an acknowledgement that was handled before.
     #[inline]
     pub fn handle_carrier_ack(&mut self, seq: u32) {
         let Some(s) = &self.stream else { return };

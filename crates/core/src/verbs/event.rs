@@ -1,6 +1,7 @@
 //! Asynchronous events of queue pairs and shared receive queues (`ibv_get_async_event(3)`).
 
-/// An asynchronous event of a queue pair.
+/// An event of a queue pair, or of its shared receive queue. The program gets all but [`Self::Started`] and [`Self::PeerGone`], which
+/// are for the connection manager.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AsyncEvent {
     /// The queue pair failed.

@@ -2,8 +2,8 @@
 //!
 //! Standard iWARP has no messages for acknowledged completion, receiver-not-ready and Send with
 //! immediate. Two anywarp ends exchange control messages for them: untagged messages with a queue
-//! number and an opcode that no other implementation uses. Each is a single segment without payload,
-//! since the DDP header has room for its fields. Only [`Control::Cookie`] has a payload.
+//! number and an opcode that no other implementation uses. Each is a single segment. All but
+//! [`Control::Cookie`] have no payload, since the DDP header has room for their fields.
 //!
 //! ```text
 //!  0        1        2                 6         10        14        18

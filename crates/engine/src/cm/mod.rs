@@ -602,7 +602,7 @@ impl CmId {
     }
 
     /// Whether the queue pair stays as it is when the peer disconnects: see `StreamConfig::stays`. The program of a synchronous identifier
-    /// gets no event that tells of the end. It may wait for a completion, so its queue pair fails.
+    /// gets no event of the disconnection, and may be waiting for a completion, so the queue pair fails.
     fn stays(&self) -> bool {
         config().face != Face::Iwarp && !self.is_synchronous.load(Ordering::Relaxed)
     }

@@ -101,7 +101,8 @@ impl State {
     /// Removes the connect requests whose peers have closed the connection, and whose events the program has not read. The caller
     /// destroys them.
     ///
-    /// This is called only if another request is about to arrive: a program that has found the channel readable still gets an event.
+    /// This is called only while another request is handled, which adds an event: a program that has found the channel readable still gets
+    /// one.
     fn take_closed(&mut self) -> Vec<Arc<CmId>> {
         // An identifier that the program is accepting at this moment is not one of them.
         let is_closed = |id: &CmId| {
@@ -254,7 +255,7 @@ impl CmId {
         startup.reject(private_data)
     }
 
-    /// Establishes an accepted connection, which works in both directions, and raises its event.
+    /// Marks an accepted connection as established, because both ends may send now, and raises the event.
     pub(super) fn established(&self) {
         let mut state = self.lock();
         // On the active side, `handle_opened` establishes the connection when the MPA Reply arrives.

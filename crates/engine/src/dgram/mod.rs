@@ -248,7 +248,7 @@ impl DgramQp {
         })
     }
 
-    /// [`Self::post_sends`], with the requests that `make` returns. It is called with the lock held.
+    /// Like [`Self::post_sends`], with the requests that `make` returns. `make` is called with the lock held.
     #[inline]
     fn post_made<F, I>(
         &self,

@@ -2,8 +2,8 @@
 //!
 //! Each direction has a ring of records, and a record contains bytes of the stream, or one datagram. All payload goes through the
 //! rings: a process never reads the memory of the other one (decision 020 gives the reasons). An end that stops
-//! polling sets its `asleep` flag; the peer then wakes it with a byte on the TCP connection when there is something
-//! to do. When the connection ends, the stream ends.
+//! polling sets its `asleep` flag. When there is something to do, the peer wakes it: with a byte on the TCP connection of the
+//! stream, or with a message to the UDP port. When the connection ends, the stream ends.
 //!
 //! One end offers the memory with the control message Offer, and the other accepts it with Take (`wire::control` of the
 //! core).
@@ -22,7 +22,7 @@
 //! receiver polls the word in which it expects a record, and finds a short message in the same or the next cache line.
 //!
 //! If the receiver of a stream has read at least half of what was written since the start of the ring, the sender may continue at the start:
-//! the highest bit of `bytes` ([`RESTART`]) announces this in the record before. So as long as the receiver is fast, both ends use only the first 16 to 32 KiB of a ring.
+//! the highest bit of `bytes` ([`RESTART`]) announces this in the last record before the start. So as long as the receiver is fast, both ends use only the first 16 to 32 KiB of a ring.
 //! 64 rings of 256 KiB do not fit into the caches of a processor.
 //!
 //! `done` is the number of the last request of the peer that this end has executed. So each record acknowledges requests, and
@@ -55,7 +55,7 @@ const PAGE: usize = 4096;
 const HEAD: usize = 8;
 /// Records begin with a cache line.
 const LINE: usize = 64;
-/// Largest payload of a record. Long payload is divided, so that the receiver copies one record while the sender
+/// Largest payload of a record of a stream. Long payload is divided, so that the receiver copies one record while the sender
 /// writes the next.
 const RECORD_BYTES: usize = 16 * 1024;
 /// Longest record of a datagram. No datagram is longer. The record is short enough that the peer wakes this end when the
@@ -360,9 +360,9 @@ pub(crate) struct Shm {
     restart_step: u64,
     /// The position behind which the next check is made.
     restart_check: u64,
-    /// The position of the record that was last put at the start of the ring before its end was reached.
+    /// The position of the record that was last put at the start of the ring before the ring was used up to its end.
     restarted_at: u64,
-    /// Number of these checks since the step was changed.
+    /// Number of checks since the step was changed.
     restart_checks: u32,
     /// The number of the last request of the peer that is executed, for the records that are sent.
     done: u32,
@@ -768,7 +768,7 @@ impl Shm {
     /// Marks the ring as full while `seen` bytes of it have been read, so that the peer wakes this end when it reads
     /// more. Returns false if it has read more already.
     fn wait_for_room(&mut self, seen: u64) -> bool {
-        // Until the peer has read the last record before the restart, what was skipped has no room for records.
+        // Until the peer has read the last record before the restart, the skipped part of the ring cannot be used.
         if !self.was_full && seen < self.restarted_at {
             self.set_restart_step(2 * self.restart_step);
         }

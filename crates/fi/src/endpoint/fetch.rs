@@ -1,5 +1,5 @@
-//! Rendezvous by Read, an option: the receiver reads an announced message from the memory of its sender, and afterwards sends it
-//! a message of kind *taken*. Without this option the receiver grants memory, and the sender writes by Write-Record (`receive.rs`).
+//! Rendezvous by Read, an option: the receiver reads an announced message from the memory of its sender, and afterwards sends the
+//! sender a message of kind *taken*. Without this option the receiver grants memory, and the sender writes by Write-Record (`receive.rs`).
 
 use super::*;
 

@@ -94,8 +94,8 @@ pub fn watch(fd: c_int, sock: &'static Sock, pending: Pending) {
     watch_with(&mut lock(), fd, sock, pending);
 }
 
-/// Like [`watch`], for a thread with another lock that a fork waits for, so it waits for the worker's lock only a short time. If it does not get
-/// that lock, the stream's next call makes the worker send the bytes.
+/// Like [`watch`], for a thread that has locked an epoll set. A fork waits for the lock of the set, so the thread tries to get the worker's
+/// lock only [`limits::WORKER_TRIES`] times. If it does not get it, the next call on the stream makes the worker send the bytes.
 pub fn try_watch(fd: c_int, sock: &'static Sock, pending: Pending) {
     for _ in 0..limits::WORKER_TRIES {
         if pending == Pending::Nothing {

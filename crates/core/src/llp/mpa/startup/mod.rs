@@ -4,8 +4,8 @@
 //! has the socket, the timer and the ULP. A machine does not read the bytes after its frame. After the Reply these bytes
 //! are FPDUs.
 //!
-//! The ready-to-receive (RTR) message that follows is an FPDU and is not sent here. The result of a machine contains
-//! its form, if there is one.
+//! The ready-to-receive (RTR) message that follows is an FPDU and is not sent here. The result of a machine says in
+//! which form it is sent, if it is sent at all.
 //!
 //! # How two anywarp ends recognize each other
 //!
