@@ -170,7 +170,7 @@ static const char *nothing(int fd)
 	return NULL;
 }
 
-/* Opens a socket that receives all packets of the interface. */
+/* Opens a socket that receives the packets of all interfaces. */
 static const char *tapped(int *tap)
 {
 	*tap = socket(AF_PACKET, SOCK_DGRAM | SOCK_CLOEXEC, htons(ETH_P_ALL));

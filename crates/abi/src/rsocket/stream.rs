@@ -97,7 +97,7 @@ pub(super) struct Stream {
     broken: Option<c_int>,
     /// The pending error, which `SO_ERROR` returns.
     error: c_int,
-    /// Whether `rclose` has not yet told the peer the end of the stream.
+    /// Whether `rclose` still has to tell the peer that the stream ends.
     farewell: bool,
 }
 
