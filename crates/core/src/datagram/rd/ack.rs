@@ -18,7 +18,8 @@ pub(super) const ACK_WITH_GAPS: u32 = 16;
 pub(super) const PIPELINE: u32 = 4;
 pub(super) const ACK_DELAY: Duration = Duration::from_micros(5);
 pub(super) const ACK_DELAY_PER_KILOBYTE: Duration = Duration::from_nanos(300);
-/// If at least this many packets are under way, and less than a quarter of them is unacknowledged, the delay is longer by
-/// [`ACK_DELAY_MANY`]: the sender sends its next packets together, and one acknowledgement then covers them too.
+/// If at least this many packets are under way, and fewer than a quarter of that number have arrived since the last
+/// acknowledgement, the delay is longer by [`ACK_DELAY_MANY`]: the sender sends its next packets together, and one
+/// acknowledgement then covers them too.
 pub(super) const MANY: u32 = 128;
 pub(super) const ACK_DELAY_MANY: Duration = Duration::from_micros(60);
