@@ -398,9 +398,13 @@ impl DatagramQp {
                 self.incoming.state = Some(state);
             }
             Order::Replaces => {
-                self.give_up();
-                // Anyone can forge a datagram with another epoch. It counts only if its message can be received.
+                // Anyone can forge a datagram with another epoch. It counts only if its message can be received, and a Write that cannot
+                // be received does not end the incomplete message. A Send ends it first, because it may need its receive.
+                if identity.base.is_none() {
+                    self.give_up();
+                }
                 let open = self.open(identity)?;
+                self.give_up();
                 self.incoming.replace(shim.epoch, shim.id, self.now);
                 self.incoming.state = Some(MessageState::Open(Box::new(open)));
             }

@@ -1083,6 +1083,25 @@ fn uc_forged_epoch_stops_the_peer_for_a_few_seconds_at_most() {
 }
 
 #[test]
+fn uc_forged_write_that_is_refused_ends_no_message() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    let op = write(&b, 2000, None);
+    let sent = five(&mut a, &b, op, 1);
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
+    a.qp.epoch ^= 0x5555;
+    let beyond = write(&b, SIZE as u64, None);
+    let forged = five(&mut a, &b, beyond, 2);
+    assert_eq!(
+        b.receive_datagram(&a, &forged[0].bytes),
+        Err(Dropped::Access)
+    );
+    for datagram in &sent[1..] {
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
+    }
+    arrived(&b, op, 1);
+}
+
+#[test]
 fn uc_flush_completes_the_receive_in_use_first() {
     let (mut a, mut b) = pair(Kind::Uc);
     b.recv(1, 2000, LEN as u32);
