@@ -509,6 +509,24 @@ static const char *rd_exactly_once(void)
 	return NULL;
 }
 
+/* RD has no count of RNR retries, so the first Send fails. */
+static const char *rd_not_ready(void)
+{
+	struct one_sided a, b;
+	struct region from;
+
+	TRY(find_all());
+	TRY(open_one_sided(&a, ANYWARPDV_QPT_RD));
+	TRY(open_one_sided(&b, ANYWARPDV_QPT_RD));
+	TRY(new_region(&from, a.end.pd, 8, IBV_ACCESS_LOCAL_WRITE));
+	ibv_wr_start(a.ex);
+	a.ex->wr_id = 1;
+	a.ex->wr_flags = IBV_SEND_SIGNALED;
+	ibv_wr_send_imm(a.ex, 0);
+	TRY(finish(&a, &b, &from));
+	return expect_status(a.end.scq, 1, IBV_WC_RNR_RETRY_EXC_ERR);
+}
+
 #define RECORDS 40u
 #define RECORD_LEN (256u << 10)
 
@@ -586,7 +604,7 @@ static const struct child children[] = {
 	CHILD(send_remote_access), CHILD(write_remote_operation), CHILD(read_retry), CHILD(send_protection), CHILD(killed),
 	CHILD(killed_with_outstanding), CHILD(not_ready), CHILD(late), CHILD(slow), CHILD(ud_third_lost), CHILD(ud_second_lost),
 	CHILD(ud_second_passed), CHILD(ud_second_last), CHILD(ud_second_twice), CHILD(ud_all), CHILD(ud_error),
-	CHILD(ud_many), CHILD(rd_exactly_once), CHILD(maps_are_exact), CHILD(refused_text),
+	CHILD(ud_many), CHILD(rd_exactly_once), CHILD(rd_not_ready), CHILD(maps_are_exact), CHILD(refused_text),
 };
 static const size_t children_count = COUNT(children);
 
@@ -604,6 +622,7 @@ static const struct row {
 	{ "op=write nth=2 -> kill", "killed", "kill", 1 },
 	{ "nth=3 -> kill", "killed_with_outstanding", "kill", 1 },
 	{ "op=send nth=1 -> rnr; op=send nth=2 -> rnr=2", "not_ready", "rnr", 2 },
+	{ "op=send nth=1 -> rnr", "rd_not_ready", "rnr", 1 },
 	{ "op=send nth=2 -> delay=150ms", "late", "delay", 1 },
 	{ "op=write -> slow=10MB/s", "slow", "slow", 20 },
 	{ "qp=#1 op=send every=3 -> drop", "ud_third_lost", "drop", 3 },
@@ -768,7 +787,7 @@ static const char *rping_ends(size_t arg)
 #define ROW(n) { "exact_" #n, exact, n, 0, false }
 static const struct test tests[] = {
 	ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13),
-	ROW(14), ROW(15), ROW(16), ROW(17), ROW(18), ROW(19), ROW(20),
+	ROW(14), ROW(15), ROW(16), ROW(17), ROW(18), ROW(19), ROW(20), ROW(21),
 	{ "same_seed_same_faults", same_seed_same_faults, 0, 0, false },
 	{ "loss_is_reported", loss_is_reported, 0, 0, false },
 	{ "reliable_datagrams_tx", survives, 0, 0, false },
@@ -784,7 +803,7 @@ static const struct test tests[] = {
 
 int main(int argc, char **argv)
 {
-	_Static_assert(COUNT(rows) == 21, "each row is a test");
+	_Static_assert(COUNT(rows) == 22, "each row is a test");
 
 	if (argc == 3 && !strcmp(argv[1], "--child")) {
 		for (size_t i = 0; i < children_count; i++) {

@@ -314,7 +314,9 @@ impl DgramQp {
             Service::Unreliable
         };
         let attr = inner.core.attr();
-        let rnr = (attr.rnr_retry, attr.min_rnr_timer);
+        // Reliable datagrams have no count of RNR retries.
+        let retries = if connected { attr.rnr_retry } else { 0 };
+        let rnr = (retries, attr.min_rnr_timer);
         if let Some(status) = faults.request(what, peer, service, len, rnr).fails {
             inner.core.inject_error(status);
         }
