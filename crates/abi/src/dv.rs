@@ -209,12 +209,13 @@ fn wait_for(
     let until = u64::try_from(timeout_ms)
         .ok()
         .map(|ms| start + Duration::from_millis(ms));
-    let engine = anywarp_engine::engine::engine().map_err(|_broken| libc::ENODEV)?;
     loop {
         let n = take()?;
         if n != 0 {
             return Ok(n);
         }
+        // The engine exists, because `take` has found its objects.
+        let engine = anywarp_engine::engine::current().ok_or(libc::ENODEV)?;
         engine.on_idle_poll();
         let n = take()?;
         if n != 0 {

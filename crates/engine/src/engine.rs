@@ -77,7 +77,7 @@ static ENGINE: PerProcess<EngineCell> = PerProcess::new(|| EngineCell {
 });
 
 /// The engine of this process, if it was created.
-pub(crate) fn current() -> Option<&'static Engine> {
+pub fn current() -> Option<&'static Engine> {
     ENGINE.get().engine.get().copied()
 }
 
