@@ -144,21 +144,22 @@ unsafe fn register(
         read: access & FI_REMOTE_READ != 0,
         write: access & FI_REMOTE_WRITE != 0,
     };
-    let mut state = domain.lock();
-    state.shared.registered.insert(region.rkey(), registered);
-    drop(state);
+    let key = region.rkey();
     let object = MrObject {
         fid: fid_mr {
             fid: head(FI_CLASS_MR, context, &REGION_OPS),
             mem_desc: std::ptr::null_mut(),
-            key: region.rkey().into(),
+            key: key.into(),
         },
         domain: Arc::clone(domain),
         name: 0,
         rest: region,
     };
     // SAFETY: upheld by the caller.
-    unsafe { give(object, mr) }
+    let given = unsafe { give(object, mr) }?;
+    // Only now, so that a region that the program did not get is not in the table.
+    domain.lock().shared.registered.insert(key, registered);
+    Ok(given)
 }
 
 unsafe extern "C" fn reg(
