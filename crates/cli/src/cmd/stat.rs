@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -56,6 +56,8 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
         }
     };
     let mut before: Option<Vec<Line>> = None;
+    // A report covers more than the interval if the process did not answer for some time.
+    let mut asked: Option<Instant> = None;
     for look in 1.. {
         let text = match ask(args.pid) {
             Ok(text) => text,
@@ -85,7 +87,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
                 table(
                     &head,
                     added.as_deref().unwrap_or(&now),
-                    interval.filter(|_| before.is_some())
+                    asked.map(|last| last.elapsed())
                 )
             );
         }
@@ -94,6 +96,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
             break;
         }
         before = Some(now);
+        asked = Some(Instant::now());
         thread::sleep(interval);
     }
     Ok(ExitCode::SUCCESS)
@@ -295,7 +298,7 @@ fn table(head: &str, lines: &[Line], interval: Option<Duration>) -> String {
     let plural = if pairs == 1 { "" } else { "s" };
     let mut text = format!("{head}, {pairs} queue pair{plural}");
     if let Some(interval) = interval {
-        let _ = write!(text, ", in {} s", interval.as_secs_f64());
+        let _ = write!(text, ", in {:.2} s", interval.as_secs_f64());
     }
     text.push('\n');
     let mut headed = false;
