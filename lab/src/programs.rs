@@ -218,6 +218,7 @@ impl Tally {
             }
             (Err(why), None) => {
                 self.show("FAIL", &format!("{place:8}  {name}"), &why, seconds);
+                let start = Instant::now();
                 match environment.run_case(case, false)? {
                     Ok(()) => {
                         self.passed += 1;
@@ -226,6 +227,7 @@ impl Tally {
                     }
                     Err(again) => {
                         self.failed += 1;
+                        let seconds = start.elapsed().as_secs_f64();
                         self.show("AGAIN", &format!("{place:8}  {name}"), &again, seconds);
                     }
                 }

@@ -52,7 +52,10 @@ def main():
         summed = numpy.zeros(length, dtype=numpy.uint8)
         comm.Allreduce(data(rank), summed)
         expect("sum", length, bytes(summed), bytes(sum(data(r) for r in range(size)).astype(numpy.uint8)))
-        comm.Bcast(block if rank else data(3).copy(), root=0)
+        if rank == 0:
+            block[:] = data(3)
+        comm.Bcast(block, root=0)
+        expect("broadcast", length, bytes(block), bytes(pattern + numpy.uint8(3)))
         window = MPI.Win.Create(block, comm=comm)
         window.Fence()
         window.Put(data(rank + 20), right)

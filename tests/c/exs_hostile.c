@@ -277,6 +277,20 @@ static const char *ended(int error)
 	return NULL;
 }
 
+/* The last `calls` calls end because the connection is broken, and the memory is unchanged. */
+static const char *all_broken(int calls)
+{
+	exs_event_t e;
+
+	for (int i = 0; i < calls; i++) {
+		TRY(event(&e));
+		ENSURE(e.exs_evt_errno == EPROTO || e.exs_evt_errno == ECONNRESET, "event %ld: %s", (long)e.exs_evt_ahandle,
+		       strerror(e.exs_evt_errno));
+	}
+	TRY(no_event(2));
+	return unchanged();
+}
+
 /* Messages of which the last is invalid. */
 struct fault {
 	const char *name;
@@ -543,7 +557,7 @@ static const char *misuse(size_t which)
 	else
 		TRY(post_invalidating(put(buffers, &m), r[which == OTHER_INVALIDATED].stag));
 	if (which != RIGHT && which != TWICE && which != WRITES_LATER)
-		return which == BEYOND || which == CREDITS_TWICE ? NULL : ended(EPROTO);
+		return which == BEYOND || which == CREDITS_TWICE ? all_broken(CALLS) : ended(EPROTO);
 	TRY(event(&e));
 	ENSURE(e.exs_evt_ahandle == 3 && !e.exs_evt_errno && e.exs_evt_union.exs_evt_xfer.exs_evt_length == 50, "event %ld: %s, %zu bytes",
 	       (long)e.exs_evt_ahandle, strerror(e.exs_evt_errno), e.exs_evt_union.exs_evt_xfer.exs_evt_length);
@@ -559,13 +573,7 @@ static const char *misuse(size_t which)
 		m.seq = 2;
 		TRY(post(put(buffers, &m)));
 	}
-	for (int i = 1; i < CALLS; i++) {
-		TRY(event(&e));
-		ENSURE(e.exs_evt_errno == EPROTO || e.exs_evt_errno == ECONNRESET, "event %ld: %s", (long)e.exs_evt_ahandle,
-		       strerror(e.exs_evt_errno));
-	}
-	TRY(no_event(2));
-	return unchanged();
+	return all_broken(CALLS - 1);
 }
 
 static const char *advertised_receives(size_t arg)

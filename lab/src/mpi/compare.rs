@@ -200,13 +200,13 @@ pub(super) fn run(rounds: usize, netns: bool, only: &str) -> Result {
         println!("{row}");
     }
     if netns {
-        let cells: Vec<String> = raw
+        let mut cells: Vec<String> = raw
             .iter()
             .filter(|column| !column.is_empty())
             .map(|column| cell(column))
             .collect();
-        let rest = " |".repeat(titles.len() - cells.len());
-        println!("| {RAW_NAME} | {} |{rest}", cells.join(" | "));
+        cells.resize(titles.len(), String::new());
+        println!("| {RAW_NAME} | {} |", cells.join(" | "));
     }
     Ok(())
 }
