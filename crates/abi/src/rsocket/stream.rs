@@ -1376,8 +1376,24 @@ mod tests {
         assert_eq!(all(), Ok(0));
     }
 
+    /// Waits until the messages that the far end has sent have completed.
+    fn await_completions(far: &Socket) {
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            far.engine().on_idle_poll();
+            let mut stream = far.stream().unwrap();
+            stream.step(far);
+            if stream.any_end().unwrap().outstanding == 0 {
+                return;
+            }
+            assert!(Instant::now() < until, "a message does not complete");
+        }
+    }
+
     /// Uses the room of the far end for control messages, as if those that it has sent were unacknowledged. Returns how many.
     fn use_room(far: &Socket) -> u32 {
+        // A message that completed later would make room.
+        await_completions(far);
         let mut stream = far.stream().unwrap();
         let sender = &mut stream.any_end().unwrap().sender;
         std::iter::repeat_with(|| sender.take_control(1))
@@ -1423,6 +1439,8 @@ mod tests {
     #[test]
     fn it_is_known_that_the_peer_has_closed_whoever_polls_the_message() {
         let (far, _, [_listener, near]) = half_a_ring();
+        // The next completion is then that of the closing message.
+        await_completions(&far);
         assert!(far.stream().unwrap().leave());
         shutdown(&near, libc::SHUT_RDWR).unwrap();
         let until = Instant::now() + Duration::from_secs(10);
