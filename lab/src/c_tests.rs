@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Instant;
 use xtask::{Result, link, sh, symbols};
 
-/// The programs, each of which is one file in `tests/c`. The longest come first.
+/// The programs. Each of them is one file in `tests/c`, except [`EXAMPLES`]. The longest come first.
 const PROGRAMS: &[&str] = &[
     "chaos",
     "cm",
@@ -177,7 +177,8 @@ fn run_all(work: &Path, skips: &Skips) -> Result<Vec<String>> {
     let (alone, beside): (Vec<&str>, Vec<&str>) =
         PROGRAMS.iter().partition(|name| ALONE.contains(name));
     let this = std::env::current_exe()?;
-    // One more than there are processors, because two of them leave half of the processor time unused.
+    // One program more than there are processors runs at a time, because as many as there are processors leave half of the processor
+    // time unused.
     let failed = beside::run(&beside, 1, |name| {
         let mut command = Command::new(&this);
         command.args(["c-tests", name]);
@@ -308,7 +309,7 @@ fn run_ttcp() -> Result<bool> {
         "transaction",
     ] {
         if mode != "tcp" {
-            // Nagle's algorithm belongs to TCP.
+            // Only the mode `tcp` has Nagle's algorithm. The other modes refuse the option.
             let mut command = Command::new(bin.join("anywarp"));
             command.args(["run", "--"]).arg(bin.join("exs-ttcp"));
             command.args(["--self", "--nagle", "--mode", mode]);
@@ -487,7 +488,7 @@ fn linked_above(library: &str) -> Vec<String> {
     ]
 }
 
-/// Returns the compiler arguments that pkg-config prints for a library of the distribution.
+/// Returns the compiler arguments that pkg-config prints for a library in `target/dist`.
 fn with_pkg_config(library: &str) -> Result<Vec<String>> {
     let output = Command::new("pkg-config")
         .env("PKG_CONFIG_PATH", sh::dist().join("lib/pkgconfig"))

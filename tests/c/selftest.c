@@ -212,7 +212,10 @@ static const char *rc_inline(size_t len)
 	return inline_messages(&w, len);
 }
 
-/* Cards store inline data in the space of the list. A queue pair with long lists has room for data that was not requested. */
+/*
+ * Cards store inline data in the space of the scatter/gather list. So a queue pair with long lists accepts inline data although
+ * max_inline_data was 0 when it was created.
+ */
 static const char *rc_inline_unrequested(size_t len)
 {
 	struct want w = { .sge = 16 };
@@ -315,7 +318,7 @@ static const char *rc_events(size_t count)
 		TRY(expect_ok(p.b.rcq, i, IBV_WC_RECV, NULL));
 		TRY(expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL));
 	}
-	/* one notification request gives one event, so the queue is no longer armed */
+	/* one notification request gives one event, so the queue is not armed after it */
 	TRY(post_recv(p.b.qp, 9, NULL, 0));
 	TRY(post(p.a.qp, &wr));
 	TRY(not_readable(p.b.channel->fd, QUIET_MS));
@@ -323,7 +326,7 @@ static const char *rc_events(size_t count)
 	return NULL;
 }
 
-/* A Send is acknowledged before the answer of the peer arrives: its completion comes first. */
+/* The completion of a Send precedes that of the receive for the peer's answer: the Send is acknowledged before the answer arrives. */
 static const char *rc_answered(size_t count)
 {
 	struct want w = { .one_cq = true };
@@ -370,7 +373,7 @@ static const char *rc_solicited(size_t arg)
 	return expect_status(p.b.rcq, 2, IBV_WC_WR_FLUSH_ERR);
 }
 
-/* A Write without immediate data creates no completion at the target. Its data is there when the Write completes. */
+/* A Write without immediate data creates no completion at the target. Its data is there when the Send that follows it arrives. */
 static const char *write_once(struct pair *p, size_t len)
 {
 	struct region src, dst;
@@ -1090,7 +1093,7 @@ static const char *rc_peer_reset(size_t rounds)
 
 	TRY(open_pair(&p, &w));
 	for (size_t i = 0; i < rounds; i++) {
-		/* Later rounds use shared memory, if it may be used. */
+		/* The many messages of the first round move the connection to shared memory, if it may be used. */
 		for (size_t n = 0; n < (i ? 1 : 200); n++)
 			TRY(send_once(&p, 64, NULL));
 		TRY(post_recv(p.a.qp, 1, NULL, 0));
@@ -1700,7 +1703,7 @@ static void add_send(struct ibv_qp_ex *qp, const struct region *from, uint64_t i
 	ibv_wr_set_sge(qp, from->mr->lkey, (uintptr_t)from->at, 8);
 }
 
-/* ibv_wr_post(3): if ibv_wr_complete fails, none of the requests is posted, for want of room or because one of them is wrong. */
+/* ibv_wr_post(3): if ibv_wr_complete fails, because the queue has no room or a request is invalid, none of the requests is posted. */
 static const char *rc_extended_refused(size_t arg)
 {
 	struct ibv_cq_ex *cqa, *cqb;
@@ -1730,7 +1733,7 @@ static const char *rc_extended_refused(size_t arg)
 	ibv_wr_set_inline_data(qp, src.at, init.cap.max_inline_data + 1);
 	add_send(qp, &src, 1002);
 	ENSURE(ibv_wr_complete(qp), "ibv_wr_complete accepts too much inline data");
-	/* The peer has no receive, so the requests stay in the queue. One more has room, but not three. */
+	/* The peer has no receive, so the requests stay in the queue. The loop leaves room for one more request. */
 	for (; posted + 1 < init.cap.max_send_wr; posted++) {
 		ibv_wr_start(qp);
 		add_send(qp, &src, posted);
@@ -1882,7 +1885,7 @@ static const char *post_until_full(size_t arg)
 	return NULL;
 }
 
-/* A message waits for a receive of a shared receive queue, and gets it soon after it is posted. */
+/* A message that waits for a receive of a shared receive queue is received soon after the receive is posted. */
 static const char *srq_posted_late(size_t arg)
 {
 	struct want w = { .srq = true };

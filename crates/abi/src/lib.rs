@@ -6,7 +6,6 @@
 //! Everything specific to the C API is in this crate; the crates below do not depend on it.
 //!
 //! - [`ffi`]: entry and exit of functions that C calls; `verbs/handle.rs`: objects behind C pointers.
-//!
 //! - [`verbs`] and [`cm`]: one module for each of the two libraries.
 //! - [`dv`]: extensions of verbs, `<infiniband/anywarpdv.h>`.
 //! - [`rsocket`]: sockets over RDMA, which are a part of librdmacm.

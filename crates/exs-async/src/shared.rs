@@ -45,7 +45,8 @@ impl Shared {
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[AtomicU8] {
-        // SAFETY: the driver keeps the buffer until the operation's future returns it; to get it, the future consumes this object.
+        // SAFETY: the driver keeps the buffer until the future of the operation returns it. Only `end` awaits that future, and `end`
+        // consumes this object.
         unsafe { std::slice::from_raw_parts(self.bytes.cast(), self.len) }
     }
 
@@ -79,8 +80,8 @@ impl Shared {
         range.unwrap_or(&[])
     }
 
-    /// Ends the operation, and waits until the peer does not use the buffer any more. Returns the buffer. The registration that let peers
-    /// write to it has ended then. For reading, see [`Buffer`].
+    /// Ends the operation, and waits until the peer does not use the buffer any more. Returns the buffer, after the registration that let
+    /// peers write to it has ended. Peers may still be able to read it: see [`Buffer`].
     ///
     /// # Errors
     ///

@@ -24,8 +24,9 @@ mod queue;
 mod socket;
 mod wire;
 
-/// Returns whether memory of `exs_mregister` may be written by peers after a receive of this socket, until `exs_mderegister`. With
-/// `EXS_MHANDLE_UNREGISTERED` the access ends before the event. Returns true if the socket is not connected.
+/// Returns whether memory of `exs_mregister` may be written by peers after a receive of this socket, until `exs_mderegister`. This is so on
+/// an iWARP device, whose memory for receives has the right `IBV_ACCESS_REMOTE_WRITE`. With `EXS_MHANDLE_UNREGISTERED` the access ends before
+/// the event. Returns true if the socket is not connected.
 #[must_use]
 pub fn lets_peers_write_received(fd: libc::c_int) -> bool {
     let socket = library::get().and_then(|library| library.socket(fd));

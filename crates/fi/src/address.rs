@@ -124,7 +124,7 @@ pub struct Vector {
     /// The index that stands for each peer. A program may insert a name twice. Completions and receives then use one of the indexes:
     /// the first one or, after that was removed, the lowest of the others.
     first: HashMap<Remote, FiAddr>,
-    /// The numbers of indexes of the peers with more than one.
+    /// For each peer with more than one index, the number of its indexes.
     several: HashMap<Remote, usize>,
     free: Vec<FiAddr>,
     /// The peer that was looked up last, because many messages in a row often belong to one peer.

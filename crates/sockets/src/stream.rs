@@ -1005,7 +1005,8 @@ impl Stream {
     }
 
     /// Makes the connection plain in both directions, for a program without the library. Bytes that the peer sends after its Plain
-    /// message stay in the carrier. Returns false if the peer did not answer in time or has sent data; the stream is unusable then.
+    /// message stay in the carrier. Returns false if the stream has unread data or the peer did not answer in time; the stream may be
+    /// unusable then.
     pub fn hand_over(&mut self, fd: c_int, until: Instant) -> bool {
         if self.broken || self.start.is_some() || self.plain || self.queue.held() > 0 {
             return false;
@@ -1818,8 +1819,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Wakes the threads that receive from the carrier, after `shutdown(SHUT_RD)`. Nothing else can wake a thread in a blocking receive.
-    /// The peer's messages still arrive afterwards.
+    /// Wakes the threads that receive from the carrier, after `shutdown(SHUT_RD)` or `close`. Nothing else can wake a thread in a blocking
+    /// receive. The peer's messages still arrive afterwards.
     pub fn deafen(&mut self, fd: c_int) {
         self.deaf = true;
         sys::shut_down_receiving(fd);

@@ -295,7 +295,7 @@ pub(super) unsafe fn look_up(
     ask.ai_flags =
         flag(RAI_PASSIVE, libc::AI_PASSIVE) | flag(RAI_NUMERICHOST, libc::AI_NUMERICHOST);
     ask.ai_family = match hints.map_or(0, |h| h.ai_family) {
-        // Names have no addresses of this family, so the names of the others are asked for.
+        // The resolver has no addresses of this family, so it is asked for those of all other families.
         libc::AF_IB => libc::AF_UNSPEC,
         family => family,
     };

@@ -11,7 +11,7 @@ use super::store::{Miss, Outcome};
 use crate::library::Library;
 use crate::perf::Interrupted;
 
-/// The first word of the error message of such a subcommand if its point cannot be measured here.
+/// The first word of the error message of a subcommand that measures one point, if the point cannot be measured on this machine.
 pub(super) const BLANK: &str = "blank: ";
 
 /// Runs a command of the system.

@@ -9,7 +9,7 @@ use crate::error::Misuse;
 pub struct Access(pub u32);
 
 impl Access {
-    /// Local Read only.
+    /// No rights beyond local reading, which every region allows.
     pub const NONE: Self = Self(0);
     /// Received data may be placed.
     pub const LOCAL_WRITE: Self = Self(1);
@@ -17,9 +17,9 @@ impl Access {
     pub const REMOTE_WRITE: Self = Self(1 << 1);
     /// The peer may read.
     pub const REMOTE_READ: Self = Self(1 << 2);
-    /// The peer may do atomics.
+    /// The peer may execute atomic operations.
     pub const REMOTE_ATOMIC: Self = Self(1 << 3);
-    /// Windows may be bound to it.
+    /// Memory windows may be bound to the region.
     pub const MW_BIND: Self = Self(1 << 4);
     /// Offsets start at zero instead of the virtual address.
     pub const ZERO_BASED: Self = Self(1 << 5);

@@ -123,8 +123,8 @@ pub struct Completion {
     pub status: Status,
     /// The operation.
     pub op: WcOp,
-    /// Bytes received, read, or written by the peer's Write with immediate data. For a Send on UD or RD this includes the 40
-    /// bytes of the route header.
+    /// Bytes received, read, or written by the peer's Write with immediate data. For a received Send on UD or RD this includes
+    /// the 40 bytes of the route header.
     pub byte_len: u32,
     /// The queue pair that it belongs to.
     pub qpn: u32,
@@ -144,7 +144,7 @@ pub struct Completion {
     pub sl: u8,
     /// Whether the peer requested a solicited event.
     pub solicited: bool,
-    /// Vendor error: a code of this stack that the log explains, 0 for none.
+    /// Vendor error: always 0, because this stack has no error codes of its own. The log gives the reason of a failure.
     pub vendor_err: u32,
 }
 

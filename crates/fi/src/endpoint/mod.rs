@@ -535,7 +535,7 @@ pub struct Endpoint {
     /// The numbers of the announced messages that peers have asked about: at most [`limits::ANNOUNCED`] of each of [`limits::COUNTED`]
     /// peers.
     questions: HashMap<Remote, Vec<u32>>,
-    /// The number of calls of the program since the clock was last read, to find out whether peers have to be asked again.
+    /// The number of calls of the program since the clock was last read. The clock shows whether peers have to be asked again.
     calls: u32,
     /// The number of invalid messages that were dropped.
     bad: u64,

@@ -318,7 +318,7 @@ impl Endpoint {
             Kind::Link => self.link_step(cx, from, &header),
             Kind::Grant => self.granted(cx, from, &header),
             Kind::Taken => self.taken(cx, from, &header),
-            // A peer that has not opened this kind of endpoint may send anything.
+            // A peer may send this message although the program has not requested remote writes. It is ignored then.
             Kind::Written if self.binding.caps & FI_REMOTE_WRITE == 0 => {}
             Kind::Written => {
                 cx.count(self.counter(Counts::RemoteWrite), false);
@@ -432,9 +432,10 @@ impl Endpoint {
             &mut self.untagged
         };
         let Some((index, receive)) = matching.receive_for(&envelope) else {
-            // Two kinds of messages are not dropped although their sender seems to ignore a notice. A message on a link stays in the link's
-            // receive, which delays only the messages of this peer: possibly the sender has not read the notice yet, which is sent as a
-            // datagram. And a sender cannot follow a notice that is not sent yet.
+            // A sender that may store no more messages has ignored the notice that its share is used up (`credit.rs`), and its messages
+            // are dropped. There are two exceptions. A message on a link stays in the link's receive, which delays only the messages of
+            // this peer: the sender may not have read the notice yet, because the notice is a datagram. And the sender is not at fault
+            // while the notice still waits for room in the send queue.
             let excused = held.link.is_some() || self.notice_waits(from);
             if crowded || excused && !self.may_store(from) {
                 return false;

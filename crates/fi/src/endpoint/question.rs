@@ -127,7 +127,7 @@ impl Endpoint {
         at: usize,
         length: usize,
     ) {
-        // The peer asks again.
+        // Without room for an answer the question is dropped. The peer asks again.
         if self.deferred.len() >= limits::DEFERRED {
             return;
         }
@@ -151,7 +151,7 @@ impl Endpoint {
                 of_peer.extend(pairs.iter().map(|[name, _]| name).take(room));
                 return;
             }
-            // Requests are executed and answered when they are received.
+            // A request is executed and answered when it is received, so none of those in the question is left here.
             Waits::Atomic => pairs.iter().map(|[name, _]| *name).collect(),
             Waits::Write => {
                 let ends = |[name, id]: &&[u32; 2]| !self.will_write(from, *id, *name);
@@ -206,7 +206,7 @@ impl Endpoint {
     /// Tells a peer that this endpoint knows nothing of operations that wait for it.
     fn send_unknown(&mut self, cx: &mut Shared, to: Remote, waits: Waits, names: &[u32]) {
         for names in names.chunks(ASKED_MOST) {
-            // The peer asks again.
+            // Without room the rest of the answer is dropped. The peer asks again.
             if self.deferred.len() >= limits::DEFERRED {
                 return;
             }

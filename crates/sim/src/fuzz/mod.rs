@@ -1,7 +1,7 @@
 //! The functions that a fuzzer calls. Each accepts any bytes, and panics if the code under test violates an
 //! invariant.
 //!
-//! The fuzzer's programs (`fuzz/fuzz_targets`) are one line each. `tests/corpus.rs` runs the inputs that they found,
+//! Each of the functions has a program of one line in `fuzz/fuzz_targets`. `tests/corpus.rs` runs the inputs that the fuzzer found,
 //! and `tests/random_input.rs` runs the same functions on random bytes. The fuzzer writes a failing input to a file in
 //! `fuzz/artifacts`. To replay it, copy it to `fuzz/corpus/TARGET` and run `cargo test -p anywarp-sim --test corpus`.
 //!

@@ -214,7 +214,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
         };
     }
     let kernel = flags & (libc::MSG_NOSIGNAL | libc::MSG_MORE);
-    // `is_nonblocking` is a system call, so it is called only when the write would block.
+    // `is_nonblocking` is a system call, so it is not called for a write that neither has to wait nor starts the stream.
     let may_wait = waits;
     let mut waits = false;
     let mut limit = TimeLimit::default();
