@@ -37,7 +37,7 @@ struct State {
 struct Slab {
     /// The number of its buffers that are in use.
     used: usize,
-    /// The size of its buffers, by index.
+    /// The size of its buffers, as an index into [`CLASSES`].
     class: usize,
     /// Dropped before the memory that it covers, because fields are dropped in order of declaration.
     region: Region,

@@ -138,8 +138,8 @@ impl IdObject {
         self.c.set(|c| std::mem::replace(&mut c.route.addr.dst, to))
     }
 
-    /// Writes the path between the addresses into the C structure. Programs read its path record if there is one path. A device
-    /// of type iWARP has no path records.
+    /// Writes the path between the addresses into the C structure. Programs read `path_rec` if `num_paths` is 1. A device of
+    /// type iWARP has no path records.
     pub(super) fn show_path(&self) {
         if config().face == Face::Iwarp {
             return;

@@ -1,5 +1,5 @@
-//! Requests and replies between identifiers (`rdma_cm_id`) of datagram services, on a UDP socket, after InfiniBand's SIDR
-//! protocol, with retries and limits.
+//! Requests and replies between identifiers (`rdma_cm_id`) of datagram services, on a UDP socket. The protocol resembles
+//! InfiniBand's SIDR, with retries and limits.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
