@@ -87,7 +87,7 @@ const UNACKNOWLEDGED: u32 = DATAGRAMS | IBV_ODP_SUPPORT_WRITE;
 const RELIABLE: u32 =
     UNACKNOWLEDGED | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC | IBV_ODP_SUPPORT_ATOMIC_WRITE;
 
-/// It has been in the headers since rdma-core 58.
+/// Declared here because the headers have this flag only since rdma-core 58, and `anywarp-verbs-sys` has those of version 44.
 const IBV_ODP_SUPPORT_ATOMIC_WRITE: u32 = 1 << 7;
 
 const NO_ODP: ibv_odp_caps = ibv_odp_caps {

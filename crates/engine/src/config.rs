@@ -195,7 +195,7 @@ impl Config {
             warnings: Vec::new(),
         };
         let log = reader.level();
-        // The only warning so far.
+        // No other variable was read yet, so this is the only warning.
         let log_warning = reader.warnings.pop();
         let device_profile = text("ANYWARP_DEVICE_PROFILE");
         // A device profile of an iWARP RNIC implies that queries report one.
