@@ -119,7 +119,8 @@ pub unsafe extern "C-unwind" fn __vdprintf_chk(
 }
 
 /// The body of a function with variable arguments, after `$named` arguments that are integers or pointers: makes a `va_list` of the others, and
-/// calls `$list` with the named arguments and, in the register `$place`, the address of the list. Stable Rust cannot define such a function.
+/// calls `$list` with the named arguments and, in the register `$place`, the address of the list. The oldest supported version of Rust cannot
+/// define such a function.
 #[cfg(target_arch = "x86_64")]
 macro_rules! with_list {
     ($list:path, $named:literal, $place:literal) => {
