@@ -5,7 +5,7 @@
  * direction. Messages are planes of the grids that are divided. In class A on 2 ranks, the largest has 520 KiB and the
  * smallest 288 bytes. The norm of the residual must equal the published value.
  *
- * The cube is divided in z, then in y, then in x. The number of ranks must be a power of two. A coarse grid with less than
+ * The cube is divided in z, then in y, then in x. The number of ranks must be a power of two. A coarse grid with fewer than
  * two planes for a rank is not divided: the ranks add up their parts, and each computes all of it.
  *
  *   mg S|W|A|B

@@ -6,7 +6,7 @@
  *   mpi chain SIZE TIMES        a message of each rank to the next, all at the same time
  *   mpi bw SIZE TIMES DEPTH     two ranks: messages of rank 0, DEPTH of them outstanding
  *   mpi both SIZE TIMES DEPTH   two ranks: messages in both directions, DEPTH of them outstanding in each
- *   mpi memory SIZE             the largest private memory of any rank after each pair has exchanged a message
+ *   mpi memory SIZE             the most memory that a rank has written when each pair has exchanged a message
  *   mpi steps SIZE TIMES US     steps of a simulation with neighbours: each computes for US microseconds, divided by the
  *                               number of ranks, exchanges SIZE bytes with both neighbours, and adds up one number
  *   mpi -                       the tests in the lines of the standard input: lat SIZE TIMES, ...

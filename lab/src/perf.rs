@@ -1,7 +1,7 @@
 //! `cargo lab perf`: runs `anywarp ping` and `anywarp blast` briefly with every type of queue pair,
 //! operation and way to post and poll. It also tests interrupted runs, and connections to ports of
-//! other programs. The results are only compared with lower bounds; `cargo lab experiments`
-//! measures.
+//! other programs. The results are only compared with wide limits: the runs are too short for
+//! measurements, which `cargo lab bench` and `cargo lab experiments` make.
 
 use std::io::{BufRead, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -108,7 +108,7 @@ pub(crate) fn run() -> Result {
     tally.end("tests of ping and blast")
 }
 
-/// A running server, which is killed when this is dropped.
+/// A running server, which is killed when the value is dropped.
 struct Server {
     process: Process,
     port: u16,

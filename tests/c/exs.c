@@ -1406,7 +1406,7 @@ static const char *cancel_while_written(size_t arg)
 		int receive = -1, send = -1, left = 0;
 
 		ENSURE(RECV(LONG, 0, 1) == 0, "%s", strerror(errno));
-		/* From the second time on, the peer knows of the receive. */
+		/* From the second round on receives are advertised. In two of three rounds the pause gives the peer time to learn of this one. */
 		usleep(i % 3 * 300);
 		ENSURE(SEND(LONG, 0, 2) == 0, "%s", strerror(errno));
 		usleep(i % 5 * 100);
@@ -1688,7 +1688,7 @@ static const char *fork_is_refused(size_t arg)
 		TOLD(exs_qdequeue(queue, &e, 1, &now));
 		TOLD(exs_close(ends[0]));
 		TOLD(exs_qdelete(queue));
-		/* Through a pipe, because memcheck changes the exit status of a child. */
+		/* The child reports through a pipe, because memcheck changes its exit status. */
 		_exit(write(pipes[1], &right, sizeof right) != sizeof right);
 	}
 	close(pipes[1]);

@@ -604,7 +604,7 @@ static const char *link_between(size_t arg)
 	 */
 	if (arg == WITH_LOSS) {
 		snprintf(rules, sizeof rules, "loss=30%%");
-		/* The default. In three seconds all repetitions of a datagram may be lost. */
+		/* The provider's default. In the 3 s that main() sets, all repetitions of a datagram may be lost. */
 		setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "30000", 1);
 	}
 	if (arg)
@@ -769,8 +769,8 @@ static void *close_endpoint(void *side)
 }
 
 /*
- * An endpoint that closes makes no connection any more, although its peer sends so many messages that one of the two would offer it. The close
- * takes long because a third endpoint does not receive.
+ * An endpoint that is closing makes no new connection, although its peer sends so many messages that one of the two would offer one. The
+ * close takes long because a third endpoint does not receive.
  */
 static const char *no_link_at_the_end(size_t peer_offers)
 {
@@ -1314,7 +1314,7 @@ static const char *wait_object(size_t arg)
 	return NULL;
 }
 
-/* Many messages for no receive have arrived before the one that the program waits for: it does not sleep. */
+/* Many messages without a receive have arrived before the message that the program waits for. The program must not sleep. */
 static const char *wait_behind_others(size_t arg)
 {
 	enum { OTHERS = 100 };
@@ -1512,7 +1512,7 @@ static int be_a_waiting_peer(const char *hex, int what, uint64_t at, uint64_t ke
 			return 2;
 		if (what == REQUESTS && fi_atomic(e.ep, &operand, 1, NULL, e.peer, at, key, FI_INT64, FI_SUM, &e))
 			return 3;
-		/* By then the first end has the message or the request. In the second turn it may also have answered. */
+		/* After this time the first end has the message or the request. In the second turn it may also have answered. */
 		while (now_ms() < until && turn == 0)
 			fi_cq_read(e.rx, NULL, 0);
 		if (write(1, "", 1) != 1)
@@ -1600,7 +1600,7 @@ static const char *answer_lost_to(struct side *a, size_t what, pid_t child, int 
 
 	if (what == RECEIVES_LATE)
 		OK(fi_tsend(a->ep, out, 100000, NULL, a->peer, 5, a));
-	/* If the answer is the program's part, the program is not in a call until the other end is stopped. */
+	/* An answer to a message or an atomic is sent in a call of this program, so the program makes no call until the other end is stopped. */
 	struct pollfd input = { .fd = from, .events = POLLIN };
 	if (what != RECEIVES_LATE)
 		ENSURE(poll(&input, 1, 10000) == 1, "the other end does not start");
@@ -1827,8 +1827,8 @@ static const char *notice_waits(size_t arg)
 }
 
 /*
- * A connection fails after a grant for a long message has come, while the write waits in a full send queue. The message is written
- * by datagrams.
+ * A connection fails after the grant for a long message has arrived, while the write waits in a full send queue. The message is
+ * written over datagrams instead.
  */
 static const char *link_fails_before_write(size_t arg)
 {
@@ -1855,7 +1855,7 @@ static const char *link_fails_before_write(size_t arg)
 	memset(moving, 0, sizeof moving);
 	for (size_t i = 0; i < 2; i++)
 		fill_bytes(long_out[i], sizeof long_out[i], i);
-	/* `low` grants memory, and the grant waits in its send queue. Then `high` grants memory, and the write waits after that. */
+	/* `low` grants memory, and the grant waits in the send queue of `low`. Then `high` grants memory, and the write of `low` waits behind the grant. */
 	OK(fi_trecv(low.ep, long_in[0], sizeof long_in[0], NULL, low.peer, 5, 0, &long_in[0]));
 	OK(fi_trecv(high.ep, long_in[1], sizeof long_in[1], NULL, high.peer, 5, 0, &long_in[1]));
 	OK(fi_tsend(high.ep, long_out[0], sizeof long_out[0], NULL, high.peer, 5, &long_out[0]));
@@ -1884,8 +1884,8 @@ static const char *link_fails_before_write(size_t arg)
 }
 
 /*
- * One more peer than there are connections becomes busy while another one closes its endpoint. The last messages of the closed
- * endpoint, which are still on their way, arrive.
+ * All connections that an endpoint may have are in use. One more peer becomes busy while a connected one closes its endpoint. The last
+ * messages of the closed endpoint, which are still on their way, arrive.
  */
 static const char *link_needed_while_one_closes(size_t arg)
 {

@@ -708,7 +708,7 @@ static const char *open_victim(void)
 		for (int i = 0; i < 8; i++)
 			ENSURE(!ibv_post_recv(v.ends[0].qp, &wr, &bad), "ibv_post_recv");
 	}
-	/* `requests` finds the port of its listener as the one that is new, so the sockets of the others must be open. */
+	/* The test `requests` finds the port of its listener by the ports that are newly bound, so the other processes must have bound theirs. */
 	for (uint64_t end = now_ms() + WAIT_MS; !shared->peer_is_ready || !shared->flood_is_ready;) {
 		ENSURE(now_ms() < end, "the %s does not start", shared->peer_is_ready ? "flood" : "legitimate peer");
 		sleep_ms(1);

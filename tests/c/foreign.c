@@ -205,7 +205,7 @@ static const char *open_peer(struct peer *p, uint32_t qpn)
 	ENSURE(!connect(p->fd, (struct sockaddr *)&own, len), "connect: %s", strerror(errno));
 	p->dst = (uint8_t)qpn;
 	p->epoch = 0x2718;
-	p->id = 0xfffffffe; /* wraps after one message */
+	p->id = 0xfffffffe; /* wraps to 0 after two messages */
 	p->token = 0xfeedf00d;
 	p->seq = p->base = 0xffffffff;
 	return NULL;

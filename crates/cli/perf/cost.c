@@ -265,7 +265,7 @@ static void receive(unsigned long which, void *at, uint32_t len)
 		die("ibv_post_recv: %s", strerror(rc));
 }
 
-/* Polls the next completions. Fails when there are none for too long. */
+/* Waits for the next completions by polling. Ends the program if none arrives within WAIT_NS. */
 static int completions(struct ibv_wc *wc, int most)
 {
 	uint64_t began = 0;
@@ -1224,7 +1224,6 @@ static void member(unsigned int number)
 	union ibv_gid gid = join_group(RECEIVES, slot, false);
 	struct ibv_wc wc[16];
 
-	/* The GID of the group ends with the lowest byte of the sender's process number. */
 	MUST(!(errno = ibv_attach_mcast(qp[0], &gid, 0)));
 	for (unsigned int i = 0; i < RECEIVES; i++)
 		receive(0, memory + i * slot, (uint32_t)slot);

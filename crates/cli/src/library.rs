@@ -43,7 +43,7 @@ pub(crate) enum Missing {
     OwnPath(std::io::Error),
     /// A library is missing.
     File { path: PathBuf, from_variable: bool },
-    /// The path contains a space or a colon. LD_PRELOAD separates its entries by these and has no quoting.
+    /// The path contains white space or a colon, at which dynamic loaders split LD_PRELOAD. LD_PRELOAD has no quoting.
     NotQuotable(PathBuf),
 }
 
@@ -75,7 +75,7 @@ impl fmt::Display for Missing {
             ),
             Self::NotQuotable(dir) => write!(
                 f,
-                "the library folder {} has a space or a colon in its path, which LD_PRELOAD cannot express: move it",
+                "the library folder {} has white space or a colon in its path, which LD_PRELOAD cannot express: move it",
                 dir.display()
             ),
         }

@@ -98,7 +98,7 @@ pub const VARIABLES: &[Variable] = &[
         default: "auto",
         value: "tcp|auto|eager",
         text: "The transport between two processes of one user on one host: of reliable connections, which begin on \
-               TCP, and of datagrams, which begin on UDP. auto (when unset): shared memory, once there were some \
+               TCP, and of datagrams, which begin on UDP. auto (when unset): shared memory after some \
                requests or datagrams. eager: shared memory from the first on. tcp: always TCP and UDP, even if only \
                one of the two processes sets it. For streams of the sockets library, tcp means the same as set memory off.",
     },

@@ -59,13 +59,13 @@ impl Kept {
         drop(waker);
     }
 
-    /// Closes the connections, if nothing else refers to them. Closing may wait for peers, so another thread does it: this one may be that
-    /// of the events.
+    /// Closes the connections, if nothing else refers to them. Closing may wait for peers, so a new thread does it: the calling thread
+    /// may be the one that handles all events.
     pub(crate) fn leave(this: Arc<Self>) {
         if let Some(kept) = Arc::into_inner(this)
             && !lock(&kept.0).connections.is_empty()
         {
-            // If there is no other thread, the closure is dropped here, and closes the connections.
+            // If the thread cannot be created, the closure is dropped here, which closes the connections.
             let close = std::thread::Builder::new().name("exs-close".to_owned());
             let _thread = close.spawn(move || drop(kept));
         }

@@ -85,7 +85,7 @@ pub(crate) fn get() -> io::Result<&'static Driver> {
 }
 
 impl Driver {
-    /// Returns a driver for tests, which pass the events.
+    /// Returns a driver without an event queue. Tests pass events to [`Self::end_all`].
     #[cfg(test)]
     pub(crate) fn without_device() -> &'static Self {
         Box::leak(Box::new(Self {
@@ -117,8 +117,8 @@ impl Driver {
         }
     }
 
-    /// Ends the operations to which events belong. Wakers are code of the program, and may panic. The panic is reported by its hook, and
-    /// does not end the thread, because all operations of the process need it.
+    /// Ends the operations to which events belong. Wakers are code of the program, and may panic. The panic hook reports such a panic. The
+    /// panic does not end the thread, because all operations of the process need the thread.
     pub(crate) fn end_all(&self, events: &[ffi::Event]) {
         for event in events {
             let ended = catch_unwind(AssertUnwindSafe(|| self.end(event)));

@@ -44,8 +44,8 @@ const POLLS: usize = 8;
 /// The interval at which a thread that only polls checks whether a signal has arrived.
 const SIGNAL_CHECK: Duration = Duration::from_millis(1);
 
-/// Signals of a thread that polls. A handler that has run leaves no trace that the thread could find, so they are blocked between two checks,
-/// and a check reports whether it has run a handler.
+/// The signals of a thread that only polls. The thread cannot find out whether a handler has run. So signals are blocked between two
+/// checks, and a check reports whether it has run a handler.
 #[derive(Debug)]
 struct Signals {
     /// The mask of the program.
@@ -257,8 +257,8 @@ impl Queue {
         self.add(&mut self.lock(), event);
     }
 
-    /// Adds an event of a call that will have more events. If an event of the same call is still in the queue, increments its counter
-    /// instead.
+    /// Adds an event of a call that will have more events. If an event of the same call is still in the queue, adds the length to that
+    /// event and increments its counter instead.
     pub(crate) fn note(&self, event: Event) {
         let mut state = self.lock();
         let same = state.events.iter_mut().find(|e| {
@@ -339,7 +339,7 @@ impl Queue {
         drop((members, list));
     }
 
-    /// Makes later calls fail, unless a call in progress will add an event. Returns whether there is none.
+    /// Makes later calls fail. If a call in progress will add an event, returns false and changes nothing.
     pub(crate) fn delete(&self) -> bool {
         let state = self.lock();
         let used = state.events.len();
@@ -461,8 +461,8 @@ impl Queue {
                 if self.pushed.load(Acquire) != seen {
                     return latest;
                 }
-                // If no socket was polled, other threads hold the locks of the sockets, and a pause lets them proceed. After each
-                // poll it would only make polling slower by a tenth.
+                // If no socket was polled, other threads hold the locks of the sockets, and a pause lets them proceed. A pause after
+                // every pass would make polling slower by a tenth.
                 if !polled {
                     std::hint::spin_loop();
                 }

@@ -425,9 +425,9 @@ pub struct Rx {
     /// The number of payload bytes that the peer may send in total, modulo 2^32.
     granted: u32,
     ended: bool,
-    /// The numbers of payload bytes received and sent, modulo 2^32, when a message last arrived after one of them had changed.
+    /// The numbers of payload bytes received and sent, modulo 2^32, when the last message arrived.
     moved: (u32, u32),
-    /// The number of messages since then.
+    /// The number of messages that have arrived since one of these numbers changed.
     idle: u32,
 }
 
@@ -710,8 +710,8 @@ impl Rx {
         Ok(())
     }
 
-    /// Counts messages that neither carry payload nor answer any. A call of the program handles messages until it finds payload, and would
-    /// not return if a peer could send them without end.
+    /// Counts the messages that have arrived since payload last moved in either direction. A call of the program handles messages until it
+    /// finds payload, and would not return if a peer could send any number of messages without payload.
     fn count_idle(&mut self, tx: &Tx) -> Result<(), Broken> {
         let moved = (self.received, tx.sent);
         if moved != self.moved {

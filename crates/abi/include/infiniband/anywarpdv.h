@@ -174,7 +174,7 @@ struct anywarpdv_counters {
 	uint64_t rx_repaired;		/* lost, and recovered by parity */
 	uint64_t evicted;		/* incomplete messages that were discarded without a record */
 	uint64_t rec_full;		/* records of complete messages */
-	uint64_t rec_partial;		/* records of incomplete messages, or of chunks */
+	uint64_t rec_partial;		/* records of incomplete messages, or of parts of messages */
 	uint64_t rec_overflow;		/* UD: records that were lost for lack of room */
 	uint64_t reads_timeout;		/* Reads that timed out */
 	uint64_t err_in;		/* error reports of peers */

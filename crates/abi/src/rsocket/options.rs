@@ -316,7 +316,8 @@ mod tests {
     use super::*;
     use anywarp_core::lock::Mutex;
 
-    /// A thread that holds the lock of a stream reads the options: at a listener, it accepts a connection.
+    /// A thread that accepts a connection reads the options of the listener while it holds the lock of the stream. So a call must not
+    /// wait for that lock while it holds the lock of the options.
     #[test]
     fn a_call_that_waits_for_the_stream_does_not_hold_the_options() {
         let made = Socket::make(libc::AF_INET6, Options::fresh(), |channel| {

@@ -73,8 +73,9 @@ impl DatagramQp {
         let result = match status {
             MessageStatus::Late => Err(Dropped::Late),
             MessageStatus::Open => self.continue_message(arrival, peer, d, &identity),
-            // Such a message needs neither an STag nor a receive, so anyone can forge one. It must not end the messages of the
-            // true source, and is recorded without state.
+            // An empty Write-Record needs neither an STag nor a receive, so anyone can forge one. If it appears to come from a new
+            // queue pair of a source that sent messages lately, it must not end these messages. So it is recorded, and the state
+            // of the source is not changed.
             MessageStatus::New
                 if record
                     && identity.length == 0

@@ -144,8 +144,9 @@ pub(super) const WINDOW: u32 = 1024;
 
 /// The closed messages of a source.
 ///
-/// They are forgotten when none was closed for [`LIFETIME`], because the numbers of a source pass half of their circle
-/// without a closed message if it sends other messages meanwhile. A source cannot send 2^31 of those in less time.
+/// They are forgotten when none was closed for [`LIFETIME`]. Between two messages that are closed here, a source may send
+/// any number of messages that leave no state. After 2^31 of these, the number of the next message would count as older than
+/// `top`. A source needs longer than [`LIFETIME`] to send so many.
 #[derive(Debug, Default)]
 struct Closed {
     /// When the last datagram of the message that was closed last arrived.
@@ -233,7 +234,8 @@ pub(super) struct Open {
     pub(super) packet: u64,
     /// Reliable services: the message failed for this reason, and its later packets are refused.
     pub(super) failed: Option<Dropped>,
-    /// When the message is given up, with the bytes that have arrived by then. Each datagram with new bytes postpones it.
+    /// When the message is given up, with the bytes that have arrived by then. Until the final datagram arrives, each datagram
+    /// with new bytes postpones it.
     pub(super) until: Duration,
     /// The time of the message's entry in the list of timers.
     pub(super) timer: Duration,
@@ -430,8 +432,8 @@ impl Messages {
         source
     }
 
-    /// Adds a message of which more datagrams are expected. If there are too many open messages, the oldest is given
-    /// up.
+    /// Adds a message of which more datagrams are expected. If there are too many open messages, the one with the earliest
+    /// deadline is given up; if there are too many of this source, its oldest one.
     pub(super) fn open(
         &mut self,
         peer: &Peer,

@@ -171,7 +171,7 @@ fn run(trunks: &mut Trunks, data: &[u8]) {
                 both.control(Control::Handover(Handover::Switch));
                 true
             }
-            // Bytes on the own connection, whether or not the stream uses it.
+            // Bytes on the stream's own connection, whether or not the stream still uses it.
             6 => {
                 both.send(&vec![small; usize::from(small) + 1]);
                 true
@@ -189,7 +189,7 @@ fn run(trunks: &mut Trunks, data: &[u8]) {
                 both.transmit()
             }
             8 => trunks.receive(),
-            // A Send on the trunk, whole or in part. The posted receives have room for an empty one.
+            // A Send on the trunk, whole or in part. The posted receives have room for an empty Send only.
             9 => {
                 let ulpdu = [
                     &[

@@ -535,8 +535,9 @@ impl<S: DatagramSink> UdpPort<S> {
                 }
             },
         );
-        // All queued datagrams are received before any answers are sent. Otherwise the acknowledgements of other peers in
-        // front of a short request would start transmissions, and the request would wait for these.
+        // All datagrams of the turn are received before answers are sent. An acknowledgement permits transmissions to its
+        // sender. If these began at once, a short request of another peer that is queued behind the acknowledgement would
+        // wait for them.
         for (_, sink) in &sinks.0 {
             sink.received();
         }

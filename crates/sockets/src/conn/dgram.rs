@@ -302,7 +302,7 @@ impl Dgram {
         show::plain(fd, why);
     }
 
-    /// Makes the socket plain because it is passed to another program, which has to get its datagrams.
+    /// Makes the socket plain because it is passed to another program, which then receives the datagrams itself.
     pub fn hand_over(&self, fd: c_int) {
         self.release();
         self.pin(fd, Why::Handed);

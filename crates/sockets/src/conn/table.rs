@@ -53,8 +53,8 @@ pub enum Entry {
     Other,
     /// A TCP socket that is not connected and does not listen.
     Tcp,
-    /// A TCP socket that stays plain because of a rule, because of an option that the program has set, or because stdio uses it. This
-    /// differs from [`Entry::Other`]: a listener with that entry may come from another process, and is examined when it first accepts.
+    /// A TCP socket that stays plain because of a rule, because of an option that the program has set, or because stdio uses it. If such a
+    /// socket had the entry [`Entry::Other`], it would be examined when it first accepts, like a listener from another process.
     Pinned,
     /// A UDP socket whose datagrams may be messages.
     Dgram(&'static Dgram),
@@ -188,7 +188,7 @@ pub fn own(fd: c_int) {
 
 /// Returns whether the library has opened `fd` for itself, and the program has not put a descriptor of its own at the number.
 pub fn is_own(fd: c_int) -> bool {
-    // Numbers beyond the end of the table have no entry.
+    // Numbers beyond the end of the table have no entry. A descriptor of the library with such a number counts as not replaced.
     place(fd).is_none_or(|p| p.load(Ordering::Acquire) == OWN)
 }
 

@@ -23,7 +23,7 @@ use crate::wire::rdmap::Opcode;
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 impl DatagramQp {
-    /// Returns whether the batch is full, so that there may be more to send.
+    /// Adds datagrams of answers and requests to `out`. Returns whether the batch is full, so that there may be more to send.
     pub(super) fn poll_messages(&mut self, out: &mut Vec<TxDatagram>) -> bool {
         let mut bytes = 0;
         let mut answer = false;
@@ -352,8 +352,8 @@ impl DatagramQp {
         buffer
     }
 
-    /// The next answer to a peer whose window is open. Answers to peers whose windows are closed are set aside, so that a slow peer
-    /// delays only its own answers, and many of them do not make the others slow.
+    /// The next answer to a peer whose window is open. Answers to peers whose windows are closed are set aside. So a slow peer delays
+    /// only its own answers, and no time is spent on looking at these again and again.
     pub(super) fn next_answer(&mut self) -> Option<Current> {
         if self.receives().is_err() {
             return None;
@@ -377,7 +377,7 @@ impl DatagramQp {
         peer.is_none_or(|peer| self.flow.is_open(&peer, self.now))
     }
 
-    /// Moves those answers back to the queue that `which` selects.
+    /// Moves the answers that `which` selects back to the queue.
     fn move_answers(&mut self, which: impl Fn(&Self, &Current) -> bool) {
         let mut at = 0;
         while let Some(current) = self.closed_answers.get(at) {
@@ -389,7 +389,7 @@ impl DatagramQp {
         }
     }
 
-    /// Moves the answers to a peer back to the queue, because the peer has reported.
+    /// Called when a peer has reported: moves the answers to it back to the queue if its window is open.
     pub(in crate::datagram) fn reopen_answers(&mut self, peer: &Peer) {
         if !self.closed_answers.is_empty() && self.flow.is_open(peer, self.now) {
             self.move_answers(|_, c| c.peer().as_ref() == Some(peer));
@@ -436,7 +436,7 @@ impl DatagramQp {
         Some(waits + bounds::DATAGRAM_STALL)
     }
 
-    /// Repeats the final datagram of an earlier Write-Record. False: there is none.
+    /// Repeats the final datagram of an earlier Write-Record. Returns false if there is none.
     pub(super) fn repeat_end(&mut self, out: &mut Vec<TxDatagram>) -> bool {
         let Some(mut trailer) = self.trailers.pop_front() else {
             return false;
