@@ -205,7 +205,7 @@ const NEVER: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || anyw
 const NEVER_STANDARD: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || iwarp_rdma.opcode > 11 \
     || _ws.unreassembled || !tcp || (tcp.len > 0 && !iwarp_mpa && !tcp.segment_data)";
 
-/// Disables a dissector of tshark that interprets each Send as RPC, and reports errors.
+/// Disables a dissector of tshark that takes each Send for RPC, and therefore reports errors.
 const WITHOUT: [&str; 2] = ["--disable-protocol", "rpcordma"];
 
 /// Immediate Data, without and with solicited event (RFC 7306 §6): the only opcodes that tshark 4.0 does not know.

@@ -185,8 +185,8 @@ UNUSED static const char *open_peers(struct peers *p, const struct anywarpdv_qp_
 }
 
 /*
- * Sends a message to the queue pair `hub` of this host from each of PEERS_AT_ONCE peers, beginning with `first`, or from all
- * further ones if fewer are left.
+ * Sends a message to the queue pair `hub` of this host from each of PEERS_AT_ONCE peers, beginning with `first`. If fewer are left, sends
+ * one from each of these.
  */
 UNUSED static const char *send_from_peers(struct peers *p, unsigned int first, uint32_t hub, void *message, size_t len)
 {

@@ -1711,8 +1711,8 @@ static void *first_call(void *arg)
 }
 
 /*
- * A thread calls exs_init for the first time, another one forks, and the child calls exs_init too. It must not wait for that thread,
- * which does not exist there. This must run before this process calls exs_init.
+ * A thread calls exs_init for the first time, another one forks, and the child calls exs_init too. The child must not wait for the first
+ * thread, which does not exist in the child. This must run before this process calls exs_init.
  */
 static const char *fork_during_the_first_call(size_t rounds)
 {

@@ -324,7 +324,8 @@ impl Queue {
         Ok(fd)
     }
 
-    /// Closes the descriptor. The memory of the queue may be kept by threads of the program (see `library::Recent`).
+    /// Makes threads that wait for events return `EBADF`, and closes the descriptor. Threads of the program may keep the memory of the
+    /// queue for longer (see `library::Recent`).
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;

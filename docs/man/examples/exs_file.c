@@ -75,7 +75,7 @@ static void send_file(const char *name, const char *address, unsigned short port
 	close(file);
 }
 
-/* Writes its port to `out`. */
+/* Receives a file. Writes the port of the listener to `out`. */
 static void receive_file(const char *name, unsigned short port, int out)
 {
 	struct sockaddr_in addr = { .sin_family = AF_INET, .sin_port = htons(port) };

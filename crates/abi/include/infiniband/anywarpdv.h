@@ -164,8 +164,8 @@ struct anywarpdv_counters {
 	uint64_t rx_bad_crc;		/* dropped: CRC error */
 	uint64_t rx_bad_hdr;		/* dropped: invalid header */
 	uint64_t rx_qkey;		/* dropped: wrong Q_Key */
-	uint64_t rx_stray;		/* dropped: for no queue pair of this device */
-	uint64_t rx_state;		/* dropped: the queue pair was not ready */
+	uint64_t rx_stray;		/* dropped: for another queue pair, or not from the peer */
+	uint64_t rx_state;		/* dropped: the queue pair was not ready, the memory of a receive was not writable, or a limit was reached */
 	uint64_t rx_dup;		/* dropped: duplicate */
 	uint64_t rx_late;		/* dropped: of a message that had ended */
 	uint64_t rx_no_recv;		/* UD: dropped, because no receive was posted. RD: waited for a receive or for room for a record */
@@ -271,7 +271,7 @@ int anywarpdv_poll_cq(struct ibv_cq *cq, int max, struct ibv_wc *wc, int timeout
 /*
  * Returns the message number of the current completion of `cq`, between ibv_start_poll(3) and ibv_end_poll(3). For a request of a
  * datagram queue pair, the records and error reports of the peer contain the same number. For a record, it is that of the written
- * message. Returns 0 for other completions. `cq` is of anywarp.
+ * message. Returns 0 for other completions. `cq` must be a queue of anywarp.
  */
 uint32_t anywarpdv_wc_read_message_id(struct ibv_cq_ex *cq);
 

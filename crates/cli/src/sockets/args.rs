@@ -37,8 +37,8 @@ pub(crate) enum Task {
     Check(Check),
     /// Ask whether a listener or a UDP socket is registered as one that accepts RDMA
     ///
-    /// The exit status is 0 if it is, and 1 otherwise. If it is, a program with the rule `prefer` upgrades its connection to this
-    /// address, and a program with the rule `datagram` sends messages of datagram-iWARP to it.
+    /// The exit status is 0 if it is registered, and 1 otherwise. A program with the rule `prefer` upgrades its connections to a
+    /// registered listener, and a program with the rule `datagram` sends messages of datagram-iWARP to a registered UDP socket.
     Ask(Ask),
     /// Print the variables that `anywarp sockets run` sets, for a shell, a Dockerfile or a service
     Env(Env),
@@ -100,7 +100,7 @@ pub(crate) enum Protocol {
 pub(crate) enum Role {
     /// The program connects to the address
     Connect,
-    /// The program accepts at the address
+    /// The program accepts connections at the address
     Listen,
     /// The program binds a UDP socket to the address
     Bind,

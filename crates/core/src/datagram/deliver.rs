@@ -441,7 +441,7 @@ impl DatagramQp {
                     progress.complete |= done.complete;
                     self.counters.rx_repaired += 1;
                 }
-                // The record would claim bytes that are not in the memory.
+                // Without this error, the record would claim that the restored bytes are in the memory.
                 Err(why @ (Dropped::Access | Dropped::Local)) => result = Err(why),
                 Err(_) => {}
             }

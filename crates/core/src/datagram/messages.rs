@@ -6,8 +6,8 @@
 //!
 //! A message is *open* from its first datagram until it is complete or given up, and *closed* afterwards. A bitmap of
 //! the last `WINDOW` message numbers tells which are closed, so that a late duplicate of a datagram does not
-//! overwrite memory that the program uses again. It is forgotten when no such duplicate can exist any more: a source also
-//! numbers messages that leave no state here, and after 2^31 of those its next number would look old.
+//! overwrite memory that the program uses again. The bitmap is forgotten when no such duplicate can exist any more: a source
+//! also numbers messages that leave no state here, and after 2^31 of those its next number would look old.
 //!
 //! The *epoch* in a datagram distinguishes its queue pair from an earlier one with the same queue pair number. A *run* is a
 //! contiguous range of the bytes of a message that have arrived.

@@ -223,8 +223,8 @@ impl QpBase {
     }
 
     /// Unbinds the windows of type 2 that belong to this queue pair.
-    // RFC 5041 §8.2 [stag-stream]: after a reset the queue pair has another stream, and its number may be that of another queue pair after
-    // it was destroyed.
+    // RFC 5041 §8.2 [stag-stream]: after a reset the queue pair has another stream, and after its destruction another queue pair may get
+    // its number.
     pub(crate) fn unbind_windows(&mut self) {
         if std::mem::take(&mut self.has_windows) {
             self.rnic.regions.unbind_windows(self.pd, self.qpn);
@@ -301,8 +301,8 @@ impl QpBase {
         self.counters.is_none() && self.rnic.observer.is_none()
     }
 
-    /// Completes the requests at the front of the send queue that are done. All of them have succeeded, and
-    /// [`Self::completes_plainly`] is true.
+    /// Completes the requests at the front of the send queue that are done. The caller ensures that all of them have succeeded, and
+    /// that [`Self::completes_plainly`] is true.
     pub(crate) fn retire_successful(&mut self) {
         if !self.sq.is_front_done() {
             return;
@@ -321,7 +321,7 @@ impl QpBase {
         }
     }
 
-    /// Completes several receives of the queue pair's own receive queue. [`Self::completes_plainly`] is true.
+    /// Completes several receives of the queue pair's own receive queue. The caller ensures that [`Self::completes_plainly`] is true.
     pub(crate) fn complete_recvs(&mut self, entries: impl Iterator<Item = Completion>) {
         let mut entries = entries;
         if self.recv_cq.complete_all(|| entries.next()).is_err() {

@@ -754,7 +754,7 @@ mod tests {
         assert!(raises_event());
     }
 
-    /// The kernel refuses any datagram whose source address is not one of the host.
+    /// The kernel refuses a datagram whose source address is not an address of the host, whatever the destination.
     #[test]
     fn a_wrong_source_address_does_not_end_runs_to_others() {
         let socket = UdpSocket::bind(0).unwrap();
