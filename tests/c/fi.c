@@ -1855,7 +1855,7 @@ static const char *link_fails_before_write(size_t arg)
 	memset(moving, 0, sizeof moving);
 	for (size_t i = 0; i < 2; i++)
 		fill_bytes(long_out[i], sizeof long_out[i], i);
-	/* `low` grants memory, and the grant waits in the send queue of `low`. Then `high` grants memory, and the write of `low` waits behind the grant. */
+	/* `low` grants memory, and the grant waits in its send queue. Then `high` grants memory, and the write of `low` waits behind that grant. */
 	OK(fi_trecv(low.ep, long_in[0], sizeof long_in[0], NULL, low.peer, 5, 0, &long_in[0]));
 	OK(fi_trecv(high.ep, long_in[1], sizeof long_in[1], NULL, high.peer, 5, 0, &long_in[1]));
 	OK(fi_tsend(high.ep, long_out[0], sizeof long_out[0], NULL, high.peer, 5, &long_out[0]));
