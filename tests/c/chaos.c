@@ -389,7 +389,7 @@ static const char *outlive(struct end *e, struct region *mine, const struct hell
 	kill_peer(peer);
 	if (m) {
 		TRY(wait_event(m->channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
-		rdma_disconnect(m->id); /* the disconnect of this side */
+		rdma_disconnect(m->id);
 	}
 	end = now_ms() + 40000;
 	while (l->sends_done < l->sends && now_ms() < end)

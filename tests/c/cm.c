@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * The connection manager. Both ends are on the loopback interface, most in one process, and the kernel chooses each port.
+ * The connection manager. Both ends are on the loopback interface, in most tests in one process, and the kernel chooses each port.
  *
  * TEST_ADDR and TEST_ADDR6 name other addresses of this host, for a device without loopback.
  */
@@ -310,7 +310,7 @@ static const char *disconnect(struct fixture *s)
 	return expect_status(s->client->recv_cq, 9, IBV_WC_WR_FLUSH_ERR);
 }
 
-/* A route that has a path has a path record, with the addresses of the id. */
+/* Checks that an id with a resolved route has a path record, with the addresses of the id. */
 static const char *has_path(struct rdma_cm_id *id)
 {
 	const struct ibv_sa_path_rec *path = id->route.path_rec;
@@ -425,7 +425,7 @@ static const char *no_timewait(size_t arg)
 	TRY(connect_client(&s));
 	ENSURE(!rdma_disconnect(s.server), "rdma_disconnect: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
-	/* The other event follows only after this end has disconnected too. */
+	/* RDMA_CM_EVENT_TIMEWAIT_EXIT follows only after this end has disconnected too. */
 	return not_readable(s.client_channel->fd, 1500);
 }
 
@@ -700,7 +700,7 @@ static const char *never_answered(size_t arg)
 	return NULL;
 }
 
-/* The peer answers with other data. The attempt fails at once. */
+/* The peer answers with bytes that are no MPA Reply. The attempt fails at once. */
 static const char *invalid_answer(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -726,7 +726,7 @@ static const char *invalid_answer(size_t arg)
 	return NULL;
 }
 
-/* Creates queue pairs until none is left at the port of a queue pair number, so that the next number to be freed there is used again. */
+/* Creates queue pairs until all numbers at the port of a queue pair number are used, so that the next number to be freed there is used again. */
 static const char *fill_port(uint32_t number)
 {
 	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_RC, .cap = { .max_send_wr = 1, .max_send_sge = 1 } };
@@ -787,8 +787,8 @@ static const char *disconnect_without_queue_pair(size_t arg)
 }
 
 /*
- * The client's queue pair no longer exists when the peer accepts. Both ends get an event; the peer receives a Terminate
- * 2/0/5. This is so too if another queue pair has got the number.
+ * The client's queue pair was destroyed before the peer accepts. The client gets an event, and the peer receives a Terminate
+ * 2/0/5, also if another queue pair has got the number.
  */
 static const char *queue_pair_gone(size_t number_is_used)
 {
@@ -1616,7 +1616,7 @@ static void *datagram_client(void *arg)
 	return rdma_destroy_id(id) ? "rdma_destroy_id" : NULL;
 }
 
-/* An accepted datagram request does not keep its listener: no event follows, so rdma_accept acknowledges that of the request. */
+/* The listener of an accepted datagram request can be destroyed: no event follows, so rdma_accept acknowledges that of the request. */
 static const char *datagram_endpoints(size_t arg)
 {
 	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_UDP }, *list;

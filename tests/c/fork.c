@@ -54,7 +54,7 @@ static const char *in_child(const char *(*work)(struct pair *), struct pair *p)
 	return child_ends_well(pid);
 }
 
-/* A message in each direction, and a Read, with the pair in this process. */
+/* Sends a message from one end to the other, which then reads the same data by an RDMA Read. Both ends are in this process. */
 static const char *talk(struct pair *p, uint32_t seed)
 {
 	struct region a, b;
@@ -126,7 +126,7 @@ static void *open_first(void *arg)
 
 static const char *open_or_end(struct pair *p)
 {
-	alarm(10); /* this process is nobody's child when `fork_while_opening` has been killed */
+	alarm(10); /* no process waits for this one when the process of `fork_while_opening` has been killed */
 	return open_and_talk(p);
 }
 
@@ -136,7 +136,7 @@ static const char *fork_while_opening(struct pair *p)
 	uint64_t end;
 	pthread_t thread;
 
-	/* The thread sanitizer reports a thread that is not detached in the child, where it does not exist. */
+	/* If the thread were not detached, the thread sanitizer would report it in the child, where it does not exist. */
 	ENSURE(!pthread_create(&thread, NULL, open_first, NULL) && !pthread_detach(thread), "pthread_create");
 	while (!__atomic_load_n(&opening, __ATOMIC_ACQUIRE))
 		;

@@ -432,7 +432,7 @@ static int hold(enum attack_kind as)
 	for (size_t round = 0; !report->stop; round++) {
 		struct timespec pause = { 0, 50000000 };
 
-		/* 0x00, 0x40, ...: an FPDU of 64 bytes that never becomes complete */
+		/* 0x00, 0x40, ...: the beginning of an FPDU with a ULPDU of 64 bytes, which never becomes complete */
 		byte = round == 0 ? 0 : 0x40;
 		for (unsigned int i = 0; kind == TRICKLE && i < n && round < 40; i++)
 			if (fds[i] >= 0)

@@ -3,7 +3,7 @@
 //! The body of every such function runs inside [`errno`], [`minus_one`], [`null`], [`nothing`], [`or`] or [`value`]. The name
 //! tells how the function reports a failure: [`errno`] sets `errno` and returns its value; the others set `errno` and return the
 //! value that means failure. A panic is caught here, because it must not unwind into C. The device is marked as broken
-//! (`anywarp_engine::fatal`), and the call fails with `EIO`.
+//! (`anywarp_engine::engine::caught`), and the call fails with `EIO`.
 //!
 //! The `_fast` forms are for the data path. They make no system call that is a cancellation point, so they need not
 //! disable the cancellation of the thread.

@@ -3,7 +3,7 @@
 //! Entries of the send queue and of completion queues are large. Moving one into and out of a queue costs as much as
 //! all other work on it.
 
-/// The queue. The number of slots is a power of two, and slots are not freed.
+/// The queue. The number of slots is 0 or a power of two. Only [`Ring::clear`] frees slots.
 #[derive(Debug)]
 pub(crate) struct Ring<T> {
     slots: Vec<T>,

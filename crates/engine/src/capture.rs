@@ -1,9 +1,9 @@
 //! Captures the traffic of this process in a pcapng file: `ANYWARP_CAPTURE=FILE`, or `anywarp capture`.
 //!
 //! Payload is captured where it is passed to and from the sockets, so the program needs no further privilege. The
-//! headers of IP, TCP and UDP are synthesized: addresses and ports are right; a stream begins with a handshake, and has
-//! no gaps, no retransmissions and no acknowledgements without payload. Several processes may append to one file: every
-//! block is one write, and all blocks belong to one interface. Capturing is off by default, and then costs one load and
+//! headers of IP, TCP and UDP are synthesized: addresses and ports are right; a stream begins with a handshake, after which
+//! it has no gaps, no retransmissions and no acknowledgements without payload. Several processes may append to one file:
+//! every block is one write, and all blocks belong to one interface. Capturing is off by default, and then costs one load and
 //! a branch.
 //!
 //! Format: draft-ietf-opsawg-pcapng, link type RAW (101): packets begin with the IP header.
@@ -49,9 +49,8 @@ pub(crate) enum Direction {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct At(u64);
 
-/// The time now if a capture is on, otherwise `None`. A sender calls this before it sends.
-/// Otherwise the answer to a packet could get an earlier time than the packet, because another
-/// thread may receive the answer before the sender has captured the packet.
+/// The time now if a capture is on, otherwise `None`. A sender calls this before it sends. After the call that sends, another thread
+/// might already have received the answer, which would then have an earlier time than the packet that it answers.
 #[inline]
 pub(crate) fn begin() -> Option<At> {
     is_on().then(|| {

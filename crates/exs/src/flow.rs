@@ -204,7 +204,7 @@ struct Target {
 /// When an end that receives data advertises its receives ([`Message::Ready`]).
 #[derive(Debug)]
 struct Ahead {
-    /// Whether the peer understands it.
+    /// Whether both ends may advertise receives.
     understood: bool,
     /// Whether the peer may advertise its receives by windows.
     invalidates: bool,
@@ -935,7 +935,7 @@ impl Flow {
         self.ahead.count -= 1;
         self.ahead.take_back(waiting, seq, out);
         if status == Status::Refused && self.ahead.in_step {
-            // The peer refuses all that it has. They count as one.
+            // The peer refuses all advertised receives that it has. These refusals count as one.
             self.ahead.in_step = false;
             self.ahead.slow_down();
         }
@@ -1087,8 +1087,8 @@ impl Flow {
         }
     }
 
-    /// Reports the cancelled sends that no other send precedes. If sends precede one whose answers are outstanding, it is reported after
-    /// these answers.
+    /// Reports the cancelled sends that no waiting send precedes. If earlier sends are not answered yet, a cancelled send is reported after
+    /// their answers.
     fn report_cancelled(&mut self, out: &mut Vec<Action>) {
         while !self.cancelled.is_empty() {
             let first = self.sends.iter().position(|s| !s.persistent);
@@ -1184,8 +1184,8 @@ impl Flow {
             self.report_received(out);
         }
         self.start_sends(out);
-        // As long as the peer knows of a receive, its program's next send does not depend on this message, but perhaps on an answer that
-        // this end's program is about to send.
+        // As long as the peer knows of a receive, its program's next send does not depend on another advertisement, but perhaps on an answer
+        // that this end's program is about to send.
         if self.may_defer && self.ahead.count > 0 {
             self.ahead.due = self.ahead.count < self.ahead.most
                 && self.ahead.pause == 0
@@ -2133,7 +2133,8 @@ mod tests {
             Action::Message(Message::Advert { seq: 2, .. }, None)
         ));
         out.clear();
-        // The peer sent these before it knew of that: the receive follows one that was refused, or a message that was not the last.
+        // The peer sends two advertisements before it knows of the refusal: one follows a refused receive, and the other names a message that
+        // is not the last.
         for (seq, last) in [(3, None), (4, Some(1))] {
             assert_eq!(flow.arrived(ready(seq, last), 0, &mut out), Ok(()));
             assert!(out.contains(&ack(seq, 0, Status::Refused)), "{out:?}");

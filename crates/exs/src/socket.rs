@@ -43,8 +43,8 @@ const CONNECT_MS: c_int = 5000;
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
 /// The most connections of a listener that are being established at the same time.
 const HALF_OPEN: usize = 64;
-/// If there are as many, the time after which the oldest ends and the next request is answered. Peers that do not confirm their connections
-/// thus delay others by no more than this.
+/// When [`HALF_OPEN`] connections are being established: the time after which the oldest ends and the next request is answered. Peers
+/// that do not confirm their connections thus delay others by no more than this.
 const HALF_OPEN_TIME: Duration = Duration::from_millis(500);
 /// The time after the limit of an operation within which the peer has to answer the request to cancel it. If it does not, it is taken for
 /// dead, and the connection ends.
@@ -78,7 +78,7 @@ pub(crate) struct Settings {
     pub(crate) ready: bool,
     /// The most bytes of a stream that are read from the peer before there is a receive for them.
     pub(crate) buffer: u32,
-    /// The time limits of sends and receives. `None`: no limit.
+    /// The time limits of sends and receives.
     pub(crate) send_timeout: Timeout,
     pub(crate) recv_timeout: Timeout,
     /// The time limit for establishing a connection.
@@ -92,6 +92,7 @@ pub(crate) struct Settings {
 /// A time limit for operations of one direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Timeout {
+    /// The limit. `None`: there is none.
     pub(crate) after: Option<Duration>,
     /// Whether the limit applies only to the next operation.
     pub(crate) once: bool,
@@ -771,8 +772,9 @@ impl Socket {
         }
     }
 
-    /// Ends the connection, and reports every operation. A thread of the program waits until the last messages are sent. The library's
-    /// thread, which serves all sockets, never waits: [`Socket::closed`] has done so with an alarm where it is of use.
+    /// Ends the connection, and reports every operation. `wait`: waits until the last messages are sent, but not longer than
+    /// [`CLOSE_WAIT`]. The library's thread, which serves all sockets, never waits here: after a close that has succeeded,
+    /// [`Socket::closed`] sets an alarm for this wait, and the thread calls this function when the wait is over.
     pub(crate) fn close(&self, wait: bool) {
         let until = Instant::now() + CLOSE_WAIT;
         let mut inner = self.lock();
@@ -1345,7 +1347,7 @@ fn end_polls(inner: &mut Inner, fd: c_int) {
     }
 }
 
-/// Returns an address in the family of a socket: an IPv4 address as IPv4-mapped if that is IPv6.
+/// Returns an address in the family of a socket: for an IPv6 socket, an IPv4 address becomes an IPv4-mapped one.
 fn in_domain(address: libc::sockaddr_storage, domain: c_int) -> libc::sockaddr_storage {
     if domain != libc::AF_INET6 || c_int::from(address.ss_family) != libc::AF_INET {
         return address;
@@ -1533,8 +1535,8 @@ impl Link {
     fn written(&mut self, ready: u32, done: &ffi::ibv_wc) -> Result<(), c_int> {
         let window = self.windows.iter_mut().find(|w| w.ready == Some(ready));
         let Some(window) = window else { return Ok(()) };
-        // The kernel's rxe reports an invalidation by the number that this flag has in the kernel, where `IBV_WC_IP_CSUM_OK` is in verbs. That
-        // one is not used with reliable connections.
+        // The kernel's rxe reports an invalidation with the kernel's value of this flag, which is the value of `IBV_WC_IP_CSUM_OK` in verbs.
+        // Reliable connections do not use `IBV_WC_IP_CSUM_OK`.
         let with = ffi::IBV_WC_WITH_INV | ffi::IBV_WC_IP_CSUM_OK;
         if done.wc_flags & with == 0 || done.imm_data != window.rkey {
             return Err(libc::EPROTO);

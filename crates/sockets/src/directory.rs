@@ -20,7 +20,7 @@ use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The descriptors that hold the names of this process, by the descriptor of the listener.
+/// The descriptors that hold the names of this process's listeners, by the descriptor of the listener.
 static HELD: Mutex<Option<Names>> = Mutex::new(None);
 /// This process was forked while another thread of the parent held the lock [`HELD`], so the lock is never released here.
 static IS_LOST: AtomicBool = AtomicBool::new(false);
@@ -362,7 +362,7 @@ pub fn end_udp(name: c_int) {
     with_name(name, end_name);
 }
 
-/// Calls `call` if the descriptor still is a name: the program may have replaced it by a descriptor of its own.
+/// Calls `call` if the descriptor still holds the name of a UDP socket: the program may have replaced it by a descriptor of its own.
 fn with_name(name: c_int, call: impl FnOnce(c_int)) {
     if let Some(udp) = udp().as_mut().and_then(Held::get)
         && udp.by_name.contains_key(&name)

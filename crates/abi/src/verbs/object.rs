@@ -150,7 +150,7 @@ pub(crate) enum Backing {
     /// The pages of a buffer of `ibv_alloc_buf`.
     #[expect(dead_code, reason = "only held")]
     Buffer(Arc<Pages>),
-    /// That of another handle, from which this one was imported.
+    /// The owner of another handle's memory. This handle was imported from that one.
     Imported,
 }
 

@@ -92,16 +92,16 @@ impl Phase {
     }
 }
 
-/// Which parts of the end of a connection are over.
+/// The state of a connection's last event, `RDMA_CM_EVENT_TIMEWAIT_EXIT`.
 #[derive(Debug, Default)]
 pub(super) struct Timewait {
-    /// The program has called `rdma_disconnect`. On InfiniBand the time begins only then, at both ends.
+    /// The program has called `rdma_disconnect`. As on InfiniBand, the time before the event begins at each end only after its own call.
     pub(super) leaves: bool,
     /// `RDMA_CM_EVENT_DISCONNECTED` was raised.
     pub(super) ended: bool,
-    /// The timer of the event.
+    /// The timer after which the event is raised.
     pub(super) timer: Option<Token>,
-    /// The event was raised.
+    /// `RDMA_CM_EVENT_TIMEWAIT_EXIT` was raised.
     pub(super) over: bool,
 }
 

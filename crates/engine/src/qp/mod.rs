@@ -418,7 +418,7 @@ impl RcQp {
         self.common.schedule_ack(|| self.me.upgrade());
     }
 
-    /// Corks requests. Returns false if no thread polls; they have to be sent now.
+    /// Corks requests. Returns false if they have to be sent now: no thread polls, or the program computes between its posts.
     fn cork(&self, inner: &mut Inner) -> bool {
         if inner.corked {
             self.engine.cork_more();
@@ -615,7 +615,7 @@ impl RcQp {
             self.finish_message(inner, now);
             inner.conn.detach_counters();
             if !is_live(inner.conn.state()) {
-                // A connection that exists before RTR has not been used yet. It is closed before `leave`, because otherwise
+                // A connection that exists before RTR has not been used yet. It is closed before `discard`, because otherwise
                 // the queue pair would send its last messages, and the peer would see a stream begin and end at once.
                 self.drop_stream(inner);
             }
@@ -855,7 +855,7 @@ impl Source for RcQp {
             return;
         };
         if tcp.awaits_end() {
-            // Its end is known, and is reported again and again otherwise.
+            // The end of the connection is known. A watched socket would report it at each wait.
             return;
         }
         // Sockets of two kinds stay watched: a blocked socket, because a thread has to notice when it becomes writable, and the socket of

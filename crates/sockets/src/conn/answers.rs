@@ -22,7 +22,8 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 static STARTED: AtomicBool = AtomicBool::new(false);
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 
-/// Starts the thread unless there is one, or no other host can ask. Called when the process has a name in the directory.
+/// Starts the thread unless there is one, or no other host can ask. Called after an attempt to register a socket in the directory, and for
+/// each accepted connection.
 pub fn start() {
     if STARTED.swap(true, Ordering::AcqRel) {
         return;

@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 /// cancelled in a system call.
 struct Buffer {
     at: Cell<*mut u8>,
-    /// Whether a call uses the buffer. A signal handler that has interrupted this call must take another one.
+    /// Whether a call uses the buffer. A signal handler that has interrupted this call must use another buffer.
     busy: Cell<bool>,
 }
 

@@ -480,7 +480,8 @@ fn copied(fd: c_int, to: c_int) -> c_int {
             Entry::Sock(sock) if sock.mode() != State::Plain => {
                 sock.add_number();
                 set_entry(to, Entry::Sock(sock));
-                // The C library's streams do not call this library, nor may the next program: they would see messages of the protocol.
+                // The C library's streams do not call this library, and a program that is executed next may not have it. Both would read
+                // messages of the protocol.
                 if to <= libc::STDERR_FILENO && sock.mode() == State::Accepted {
                     sock.refuse(to, Why::Handed);
                 }

@@ -1,8 +1,8 @@
-//! Limits for hosts and networks: entries in the table of peers, and memory of waiting packets.
+//! Limits for hosts and networks: entries in the table of peers, and memory of waiting packets and of answers.
 //!
 //! A host is an IPv4 address or the first 64 bits of an IPv6 address. A network is the first 24 or 48 bits. The
 //! limits leave a part of the total for others: one network may use half of it, the next network half of the rest, and so on. One
-//! host may use a third of the entries.
+//! host may use a third of the entries, and of the memory of answers.
 
 use std::net::IpAddr;
 
@@ -20,7 +20,7 @@ struct Share {
     answers: u32,
 }
 
-/// The use of peer entries and of memory for waiting packets by hosts and networks.
+/// The use of peer entries, and of memory for waiting packets and answers, by hosts and networks.
 #[derive(Debug, Default)]
 pub(super) struct Shares {
     hosts: Table<IpAddr, Share>,
