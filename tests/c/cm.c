@@ -1912,7 +1912,7 @@ static const char *options(size_t arg)
 	return NULL;
 }
 
-/* The program creates the queue pair and moves it through its states with rdma_init_qp_attr and rdma_establish. */
+/* Moves a queue pair of the program to a state, with the attributes of rdma_init_qp_attr. */
 static const char *move_qp(struct rdma_cm_id *id, struct ibv_qp *qp, enum ibv_qp_state state)
 {
 	struct ibv_qp_attr attr = { .qp_state = state };
@@ -1945,6 +1945,7 @@ static const char *own_qp(struct rdma_cm_id *id, struct end *e)
 	return move_qp(id, e->qp, IBV_QPS_INIT);
 }
 
+/* The program creates the queue pairs and moves them through their states. rdma_establish tells the peer that the connection works. */
 static const char *establish(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);

@@ -13,7 +13,7 @@
 
 #define SIZE 16384u
 #define DATAGRAM 1024u
-/* The requests of a sender take longer than the program may wait for a processor on a busy machine: 52 and 26 ms. */
+/* At RATE, the outstanding requests of a sender take 52 or 26 ms: longer than the program may have to wait for a processor of a busy machine. */
 #define OUTSTANDING 32u
 #define DATAGRAMS_OUTSTANDING 256u
 #define RATE 10000000.0 /* 80Mbit/s, in bytes a second */

@@ -455,7 +455,7 @@ static const char *rising_limits(size_t which)
 	return NULL;
 }
 
-/* Allocates all memory that malloc can provide, and frees it afterwards. */
+/* Allocates all memory that malloc can provide: existing connections still work, and new objects are refused. Then frees the memory. */
 static const char *no_memory_at_all(size_t arg)
 {
 	enum { MOST = 1 << 17 };

@@ -28,7 +28,7 @@ fn code(text: &str) -> String {
     code.split_whitespace().collect()
 }
 
-/// C89 and C++98 do not permit a comma there, and compilers warn about it with `-pedantic`.
+/// C89 and C++98 do not permit a comma after the last enumerator, and compilers warn about it with `-pedantic`.
 #[test]
 fn no_comma_follows_the_last_enumerator() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR"))

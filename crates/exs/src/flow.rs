@@ -50,7 +50,7 @@ pub(crate) struct Recv {
     pub(crate) persistent: bool,
     pub(crate) wait_all: bool,
     pub(crate) offset: Option<u64>,
-    /// Whether it may be advertised to the peer. Cancelling it then takes an answer of the peer.
+    /// Whether it may be advertised to the peer. An advertised receive is cancelled only when the peer has answered.
     pub(crate) may_be_ready: bool,
 }
 
@@ -247,7 +247,7 @@ impl Ahead {
     }
 }
 
-/// The limits of [`Ahead::pause`]. Tests, which make calls at random, would otherwise hardly ever advertise a receive.
+/// The limits of [`Ahead::pause`]. They are lower in tests, which make calls at random and would otherwise hardly ever advertise a receive.
 const MIN_PAUSE: u32 = if RANDOM { 1 } else { 4 };
 const MAX_PAUSE: u32 = if RANDOM { 2 } else { 256 };
 const RANDOM: bool = cfg!(any(test, fuzzing));
@@ -1346,8 +1346,8 @@ impl Flow {
         true
     }
 
-    /// Reads the first advertisement into the buffer of the stream if no receive waits and the buffer has room for all of it.
-    /// Returns whether it does.
+    /// Reads the first advertisement into the buffer of the stream if the buffer has room for all of it. Called when no receive
+    /// waits. Returns whether there was such an advertisement.
     fn fill_buffer(&mut self, out: &mut Vec<Action>) -> bool {
         let room = self.buffer.size - (self.buffer.asked - self.buffer.taken);
         let left = self.adverts.front().map(|a| a.len - a.taken);

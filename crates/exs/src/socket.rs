@@ -74,7 +74,8 @@ pub(crate) static DIRECT: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct Settings {
     pub(crate) credits: u16,
     pub(crate) immediate: u32,
-    /// Whether receives are advertised to the peer, which then writes into their memory, and those of the peer are used.
+    /// Whether receives are advertised to the peer, which then writes into their memory, and whether this end writes into the receives that
+    /// the peer advertises.
     pub(crate) ready: bool,
     /// The most bytes of a stream that are read from the peer before there is a receive for them.
     pub(crate) buffer: u32,
@@ -642,7 +643,7 @@ impl Socket {
         }
         let mut actions = inner.take_actions();
         let id = inner.next_op;
-        // Ending an advertised receive would take an answer of the peer, so one with a deadline is not advertised.
+        // The end of an advertised receive requires an answer of the peer, so a receive with a deadline is not advertised.
         if inner.settings.recv_timeout.after.is_some() {
             op.mr = None;
         }

@@ -1,7 +1,7 @@
 //! The language of the configuration of `anywarp sockets`.
 //!
 //! ```text
-//! program GLOB [tag TAG]                                  # applies to the rules up to the next such line
+//! program GLOB [tag TAG]                                  # applies to the rules and settings up to the next such line
 //! listen|connect tcp ADDR[:PORT[-PORT]] [from ADDR]       tcp | prefer | require | off
 //! connect tcp LOCAL to ADDR[:PORT[-PORT]]                 the same modes, for connections from the address LOCAL
 //! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | DATAGRAMS [require]

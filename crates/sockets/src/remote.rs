@@ -27,7 +27,7 @@ pub fn ask(protocol: Protocol, addr: SocketAddr) -> bool {
     }
     let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
     let now = sys::now_ms();
-    // A signal handler may have interrupted a call that holds the lock, so this does not wait for it.
+    // The caller may be a signal handler that has interrupted a call which holds the lock, so this does not wait for the lock.
     let Some(mut guard) = KNOWN.try_lock() else {
         return false;
     };

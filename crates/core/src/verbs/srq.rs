@@ -85,8 +85,8 @@ impl Srq {
         })
     }
 
-    /// Returns whether a receive was wanted since the last call, and there was none. Called after receives were posted: the queue
-    /// pairs on which messages wait are to be told.
+    /// Returns whether a receive was wanted since the last call, and there was none. Called after receives were posted. If the result
+    /// is true, the caller informs the queue pairs on which messages wait.
     #[inline]
     pub fn end_shortage(&self) -> bool {
         self.short.load(Ordering::Acquire) && self.short.swap(false, Ordering::AcqRel)

@@ -44,7 +44,7 @@ impl Port {
             HIGH
         };
         let (space, number) = (u32::from(self.space), u32::from(self.number));
-        // The numbers of `enum rdma_port_space` differ by 11 or more, so the signposts of two port spaces have different ports too.
+        // With the factors 97 and 61, ports of one number in two spaces of `enum rdma_port_space` have different candidates too.
         let one = number + space * 97;
         let two = number * 7 + number / count * 331 + space * 61 + count / 2;
         [one, two].map(|n| first + u16::try_from(n % count).unwrap_or(0))

@@ -24,7 +24,7 @@ use crate::sys::socket::tcp_path;
 const LONG: Duration = Duration::from_micros(100);
 /// The replacements, the best first. Most hosts allow unprivileged programs to use reno.
 const REPLACEMENTS: [&str; 2] = ["cubic", "reno"];
-/// How often lost segments are counted.
+/// The shortest time between two counts of the lost segments of a connection.
 const CHECK_EACH: Duration = Duration::from_millis(100);
 /// bbr is restored if more than one segment in this number was retransmitted. Between namespaces cubic has twice the bandwidth of bbr
 /// at a loss of 1 %, the same at 2 %, and a twentieth at 5 %.

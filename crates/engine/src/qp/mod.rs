@@ -123,7 +123,7 @@ struct Inner {
     destroyed: bool,
     /// Whether the socket is not in the engine's epoll set yet.
     unwatched: bool,
-    /// Counts the connection.
+    /// Counts the connection among those of the process while it exists.
     counted: Option<CountedStream>,
     /// Whether requests are corked (kept back to be sent together with the next ones), and the engine has this queue pair in its list.
     corked: bool,

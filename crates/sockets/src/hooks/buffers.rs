@@ -67,8 +67,8 @@ pub(super) fn give_back(at: *mut u8) {
     }
 }
 
-/// Returns whether the kernel would accept the buffer list of the message. Other calls are passed to the kernel, which returns
-/// the error.
+/// Returns whether the kernel would accept the buffer list of the message. A call with another list is passed to the kernel, which
+/// returns the error.
 ///
 /// # Safety
 /// `msg` is readable, and so is its list, unless the list is longer than the kernel accepts.

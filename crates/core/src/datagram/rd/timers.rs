@@ -23,8 +23,8 @@ impl Reliable {
         self.peer_timeout = peer_timeout;
     }
 
-    /// The peer has sent the first part of a Send, which has taken a receive. If the peer stays silent, it is forgotten, so that
-    /// other messages can use the receive.
+    /// Records that a peer has sent the first part of a Send, which has taken a receive. If the peer stays silent, it is forgotten,
+    /// so that other messages can use the receive.
     pub(in crate::datagram) fn note_receiving(&mut self, now: Duration) {
         self.search_at.get_or_insert(now + IDLE);
     }
