@@ -1331,6 +1331,47 @@ static const char *writes_to_the_dead(size_t arg)
 	return "writes to a program that has ended succeed for a second";
 }
 
+static volatile sig_atomic_t signals;
+
+static void count_signal(int number)
+{
+	(void)number;
+	signals++;
+}
+
+/* Each write that fails with EPIPE raises SIGPIPE once, and no other write raises it. */
+static const char *one_signal(size_t first)
+{
+	static char block[1 << 20];
+	unsigned int broken = 0;
+	struct pair p;
+	pid_t child;
+
+	TRY(connected(&p));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		close(p.a);
+		sleep_ms(50);
+		_exit(read(p.b, block, 100) != 100);
+	}
+	close(p.b);
+	signals = 0;
+	signal(SIGPIPE, count_signal);
+	for (int i = 0; i < 100 && broken < 3; i++) {
+		ssize_t n = write(p.a, block, i ? 100 : first);
+
+		broken += n < 0 && errno == EPIPE;
+		ENSURE(n >= 0 || errno == EPIPE || errno == ECONNRESET, "write: %s", strerror(errno));
+		ENSURE(signals == (int)broken, "%d signals for %u broken pipes", (int)signals, broken);
+		sleep_ms(10);
+	}
+	signal(SIGPIPE, SIG_IGN);
+	ENSURE(broken == 3, "only %u writes of a second find a broken pipe", broken);
+	ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
+	return NULL;
+}
+
 enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22, LATE = 1 << 23 };
 
 /*
@@ -2540,6 +2581,60 @@ static const char *closes_all_numbers(size_t replaces)
 
 /* ---------------------------------------------------------------- copies of descriptors */
 
+/* A call that cannot replace a stream does not change it. */
+static const char *not_replaced(size_t arg)
+{
+	struct rlimit limit, low;
+	struct pair p;
+	int copy;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(dup3(p.b, p.a, 1) < 0 && errno == EINVAL, "dup3 with a wrong flag: %s", strerror(errno));
+	ENSURE(dup3(p.a, p.a, 0) < 0 && errno == EINVAL, "dup3 to the same descriptor: %s", strerror(errno));
+	ENSURE(dup2(-1, p.a) < 0 && errno == EBADF, "dup2 of a wrong descriptor: %s", strerror(errno));
+	ENSURE(!getrlimit(RLIMIT_NOFILE, &limit), "getrlimit: %s", strerror(errno));
+	low = limit;
+	low.rlim_cur = (rlim_t)p.a;
+	ENSURE(!setrlimit(RLIMIT_NOFILE, &low), "setrlimit: %s", strerror(errno));
+	copy = dup2(p.b, p.a);
+	ENSURE(!setrlimit(RLIMIT_NOFILE, &limit), "setrlimit: %s", strerror(errno));
+	ENSURE(copy < 0, "dup2 to a descriptor above the limit succeeds");
+	TRY(text(p.a, "there"));
+	TRY(takes(p.b, "there"));
+	TRY(text(p.b, "back"));
+	TRY(takes(p.a, "back"));
+	return NULL;
+}
+
+/* A socket that the program disconnects can connect again, to a listener whose connections are decided anew. */
+static const char *connects_again(size_t with_copy)
+{
+	struct sockaddr none = { .sa_family = AF_UNSPEC };
+	struct sockaddr_in at;
+	int listener, copy;
+	struct pair p;
+	char byte;
+
+	TRY(connected(&p));
+	copy = with_copy ? dup(p.a) : p.a;
+	ENSURE(copy >= 0, "dup: %s", strerror(errno));
+	keep_fd(copy);
+	TRY(listens(&listener, &at, 0, 0));
+	ENSURE(!connect(p.a, &none, sizeof none), "connect with AF_UNSPEC: %s", strerror(errno));
+	ENSURE(read(p.b, &byte, 1) <= 0, "the first connection does not end");
+	ENSURE(write(copy, "x", 1) < 0, "a write without a connection succeeds");
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p.b);
+	TRY(greet(&p));
+	TRY(has_expected_transport(p.b));
+	TRY(text(copy, "again"));
+	TRY(takes(p.b, "again"));
+	return NULL;
+}
+
 enum { AFTER_LISTEN, BEFORE_LISTEN, ORIGINAL_CLOSED };
 
 /* Connections are accepted by a copy of the listener's descriptor. They are upgraded as if there were no copy. */
@@ -2841,6 +2936,8 @@ static const struct test tests[] = {
 	{ "corked_exec", corked_end, 1, 0, false },
 	{ "corked_copy", corked_copy, 0, 0, false },
 	{ "writes_to_the_dead", writes_to_the_dead, 0, 0, false },
+	{ "one_signal", one_signal, 100, 0, false },
+	{ "one_signal_during_a_write", one_signal, 1 << 20, 0, false },
 	{ "reads_from_the_dead", reads_from_the_dead, 16382, 0, false },
 	{ "reads_from_the_closed", reads_from_the_dead, 16382 | CLOSES, 0, false },
 	{ "reads_small_from_the_dead", reads_from_the_dead, 16000 | SMALL, 0, false },
@@ -2899,6 +2996,9 @@ static const struct test tests[] = {
 	{ "shares_turns_8", shares_turns, 8, 0, false },
 	{ "closes_all_numbers", closes_all_numbers, 0, 0, false },
 	{ "replaces_all_numbers", closes_all_numbers, 1, 0, false },
+	{ "not_replaced", not_replaced, 0, 0, false },
+	{ "connects_again", connects_again, false, 0, false },
+	{ "connects_again_with_a_copy", connects_again, true, 0, false },
 	{ "accepted_by_copy", accepted_by_copy, AFTER_LISTEN, 0, false },
 	{ "accepted_by_copy_before_listen", accepted_by_copy, BEFORE_LISTEN, 0, false },
 	{ "accepted_by_copy_only", accepted_by_copy, ORIGINAL_CLOSED, 0, false },

@@ -213,7 +213,8 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
             None => fail_long(libc::EBADF),
         };
     }
-    let kernel = flags & (libc::MSG_NOSIGNAL | libc::MSG_MORE);
+    // Only this function raises SIGPIPE, because the kernel does not know which of its writes belong to one of the program.
+    let kernel = flags & libc::MSG_MORE | libc::MSG_NOSIGNAL;
     // `is_nonblocking` is a system call, so it is not called for a write that neither has to wait nor starts the stream.
     let may_wait = waits;
     let mut waits = false;

@@ -165,6 +165,20 @@ fn copies_of(fd: c_int) -> Vec<c_int> {
     copies
 }
 
+/// Called when the program has disconnected a socket. All its descriptors can connect again.
+fn disconnected(sock: &'static Sock) {
+    let mut numbers = Vec::new();
+    table::for_each(|fd, entry| {
+        if matches!(entry, Entry::Sock(other) if std::ptr::eq(other, sock)) {
+            numbers.push(fd);
+        }
+    });
+    HAS_COPIES.fetch_or(numbers.len() > 1, Ordering::Relaxed);
+    for fd in numbers {
+        set_entry(fd, Entry::Tcp);
+    }
+}
+
 /// Called when a TCP socket listens. Registers it in the directory unless a rule makes its connections plain.
 pub(crate) fn adopt_listener(fd: c_int) {
     let errno = sys::errno();
@@ -315,10 +329,13 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
         // SAFETY: upheld by the caller.
         Entry::Dgram(dgram) => return unsafe { connect_dgram(fd, dgram, addr, len) },
         Entry::Sock(sock) if sock.mode() == State::Connecting || sock.mode() == State::Up => {
-            // SAFETY: upheld by the caller. A second `connect` only returns the result of the first.
+            // SAFETY: upheld by the caller. A second `connect` returns the result of the first, or disconnects the socket.
             let r = unsafe { real::connect(fd, addr, len) };
             let errno = sys::errno();
-            if r == 0 || errno == libc::EISCONN {
+            // SAFETY: the call has read an address, which has a family.
+            if r == 0 && c_int::from(unsafe { (*addr).sa_family }) == libc::AF_UNSPEC {
+                disconnected(sock);
+            } else if r == 0 || errno == libc::EISCONN {
                 sock.decide(fd, false);
             }
             sys::set_errno(errno);
@@ -520,14 +537,15 @@ fn is_known(fd: c_int, to: c_int) -> bool {
     (is_known(fd) || is_known(to)) && !owner::is_visitor()
 }
 
-/// Ends the object of `to` before the kernel closes the descriptor.
+/// Ends the object of `to` before the kernel closes the descriptor. Does nothing if the call will fail.
 fn overwrites(fd: c_int, to: c_int) {
     if !is_known(fd, to) {
         return;
     }
     // SAFETY: no pointer is passed.
     let open = unsafe { real::fcntl(fd, libc::F_GETFD, 0) } >= 0;
-    if open && fd != to {
+    let fits = usize::try_from(to).is_ok_and(|to| to < sys::descriptors());
+    if open && fits && fd != to {
         if let Entry::Own = table::get(to) {
             directory::lost(to);
             show::lost(to);
@@ -554,7 +572,9 @@ pub extern "C-unwind" fn dup2(fd: c_int, to: c_int) -> c_int {
 /// See `dup3(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
-    overwrites(fd, to);
+    if flags & !libc::O_CLOEXEC == 0 {
+        overwrites(fd, to);
+    }
     // SAFETY: no pointer is passed.
     copied(fd, unsafe { real::dup3(fd, to, flags) })
 }
