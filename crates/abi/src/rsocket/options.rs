@@ -143,7 +143,7 @@ impl Value<'_> {
         Ok(self.int()? != 0)
     }
 
-    /// Returns the value as a `struct timeval`; `None` if it is zero.
+    /// Returns the value as a `struct timeval`; `None` if it is zero. As in the kernel, a time with negative seconds has expired.
     fn time(&self) -> Result<Option<Duration>, c_int> {
         let seconds = self.0.first_chunk().ok_or(libc::EINVAL)?;
         let rest = self.0.get(8..).and_then(|r| r.first_chunk());
@@ -152,7 +152,9 @@ impl Value<'_> {
         if !(0..1_000_000).contains(&micros) {
             return Err(libc::EDOM);
         }
-        let seconds = u64::try_from(seconds).unwrap_or(0);
+        let Ok(seconds) = u64::try_from(seconds) else {
+            return Ok(Some(Duration::ZERO));
+        };
         let time = Duration::from_secs(seconds) + Duration::from_micros(micros.cast_unsigned());
         Ok((!time.is_zero()).then_some(time))
     }
@@ -371,5 +373,8 @@ mod tests {
         assert_eq!(Value(&second).time(), Ok(Some(Duration::from_millis(1500))));
         let wrong = [0_i64.to_ne_bytes(), 1_000_000_i64.to_ne_bytes()].concat();
         assert_eq!(Value(&wrong).time(), Err(libc::EDOM));
+        let mut past = [0_u8; 16];
+        past[..8].copy_from_slice(&(-1_i64).to_ne_bytes());
+        assert_eq!(Value(&past).time(), Ok(Some(Duration::ZERO)));
     }
 }

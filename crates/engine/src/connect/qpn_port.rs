@@ -38,17 +38,26 @@ const TRIES: u32 = 64;
 /// pair would be delivered to the new one.
 const RECENT: usize = 128;
 
-/// The open ports of this process.
-static PORTS: PerProcess<Mutex<Vec<Weak<Port>>>> =
-    PerProcess::new(|| Mutex::new(Rank::Ports, Vec::new()));
+/// Ports with their numbers.
+type Ports = Vec<(u16, Weak<Port>)>;
 
-/// The number of the first open port of this process; 0: none was opened.
+/// The open ports of this process.
+static PORTS: PerProcess<Mutex<Ports>> = PerProcess::new(|| Mutex::new(Rank::Ports, Vec::new()));
+
+/// The number of the first open port of this process; 0: not known.
 static FIRST_NUMBER: PerProcess<AtomicU16> = PerProcess::new(|| AtomicU16::new(0));
 
-/// The number of the first port that was open when a queue pair number was last allocated.
+/// Returns the number of an open port of this process, the first one if it stays open. Never waits.
 pub(super) fn first_number() -> Option<u16> {
-    let number = FIRST_NUMBER.get().load(Ordering::Relaxed);
-    (number != 0).then_some(number)
+    let first = FIRST_NUMBER.get();
+    let number = first.load(Ordering::Relaxed);
+    if number != 0 {
+        return Some(number);
+    }
+    let ports = PORTS.get().try_lock()?;
+    let (number, _) = ports.iter().find(|(_, port)| port.strong_count() > 0)?;
+    first.store(*number, Ordering::Relaxed);
+    Some(*number)
 }
 
 /// The private data of an MPA Request that opens a trunk, after [`TRUNK`].
@@ -182,21 +191,15 @@ impl Port {
     pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
         engine.has_room_io()?;
         let mut ports = PORTS.get().lock();
-        ports.retain(|p| p.strong_count() > 0);
-        for (nth, port) in ports.iter().filter_map(Weak::upgrade).enumerate() {
-            if nth == 0 {
-                FIRST_NUMBER.get().store(port.number, Ordering::Relaxed);
-            }
+        ports.retain(|(_, port)| port.strong_count() > 0);
+        for port in ports.iter().filter_map(|(_, port)| port.upgrade()) {
             if let Some(qpn) = port.take_index() {
                 return Ok((port, qpn));
             }
         }
         let port = Self::open(engine, 0)?;
         let qpn = port.take_index().ok_or_else(none_left)?;
-        if ports.is_empty() {
-            FIRST_NUMBER.get().store(port.number, Ordering::Relaxed);
-        }
-        ports.push(Arc::downgrade(&port));
+        ports.push((port.number, Arc::downgrade(&port)));
         Ok((port, qpn))
     }
 
@@ -204,13 +207,13 @@ impl Port {
     pub fn allocate_at(engine: &'static Engine, number: u16) -> io::Result<(Arc<Self>, u32)> {
         engine.has_room_io()?;
         let mut ports = PORTS.get().lock();
-        ports.retain(|p| p.strong_count() > 0);
-        let present = ports.iter().filter_map(Weak::upgrade);
+        ports.retain(|(_, port)| port.strong_count() > 0);
+        let present = ports.iter().filter_map(|(_, port)| port.upgrade());
         let port = match { present }.find(|port| port.number == number) {
             Some(port) => port,
             None => {
                 let port = Self::open(engine, number)?;
-                ports.push(Arc::downgrade(&port));
+                ports.push((number, Arc::downgrade(&port)));
                 port
             }
         };
@@ -287,6 +290,10 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
+        let is_first = |first| (first == self.number).then_some(0);
+        let _ = FIRST_NUMBER
+            .get()
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_first);
         let token = self.lock().token;
         self.engine.remove(token, Some(self.listener.get()));
     }
@@ -373,6 +380,32 @@ mod tests {
         assert_eq!(unique.len(), numbers.len());
         for (port, number) in held {
             assert_eq!(number >> 8, u32::from(port.number));
+            port.release(number);
+        }
+    }
+
+    #[test]
+    fn the_port_of_an_offer_is_open() {
+        let engine = engine().unwrap();
+        let mut held: Vec<_> = std::iter::repeat_with(|| Port::allocate(engine).unwrap())
+            .take(300)
+            .collect();
+        let answers = || {
+            let number = first_number().unwrap();
+            std::net::TcpStream::connect(("127.0.0.1", number)).is_ok()
+        };
+        assert!(answers());
+        // All queue pairs of the first port are destroyed.
+        let first = first_number().unwrap();
+        held.retain(|(port, number)| {
+            if port.number == first {
+                port.release(*number);
+            }
+            port.number != first
+        });
+        assert!(!held.is_empty());
+        assert!(answers());
+        for (port, number) in held {
             port.release(number);
         }
     }
