@@ -156,6 +156,8 @@ struct State {
     received: Vec<u8>,
     deadline: Instant,
     local: Option<SocketAddr>,
+    /// Set by [`Startup::cancel`], which can be called while the start-up is between two phases and has no socket.
+    canceled: bool,
 }
 
 impl State {
@@ -169,6 +171,7 @@ impl State {
             received: Vec::new(),
             deadline,
             local: None,
+            canceled: false,
         }
     }
 }
@@ -290,6 +293,9 @@ impl Startup {
                 // This is handled like a port that refuses the connection.
                 let machine = initiator(&config)?;
                 let mut state = self.lock();
+                if state.canceled {
+                    return Ok(());
+                }
                 let token = self.engine.reserve(Arc::clone(self) as Arc<dyn Source>);
                 state.token = token;
                 state.phase = Phase::Connecting(Box::new(Initiating {
@@ -314,6 +320,9 @@ impl Startup {
         let fd = socket::open(peer.ip(), SocketType::STREAM)?;
         socket::tune_stream(&fd);
         let mut state = self.lock();
+        if state.canceled {
+            return Ok(());
+        }
         if let Some(bind) = self.bind {
             let mut any = bind;
             any.set_port(0);
@@ -462,7 +471,9 @@ impl Startup {
 
     /// Closes the connection without a call of the owner.
     pub fn cancel(&self) {
-        drop(self.finish(&mut self.lock()));
+        let mut state = self.lock();
+        state.canceled = true;
+        drop(self.finish(&mut state));
     }
 
     /// Ends the start-up, and stops watching the socket.
@@ -616,6 +627,11 @@ impl Startup {
             // A stack that does not know MPA revision 2 closes without a Reply.
             Phase::Requesting(initiating) if state.received.is_empty() => {
                 if let Some(older) = initiating.config.older() {
+                    log!(
+                        Info,
+                        "{}: no answer to MPA revision 2, trying revision 1",
+                        self.peer
+                    );
                     drop(self.finish(state));
                     return Effect::Redial(Box::new(older));
                 }
@@ -770,13 +786,6 @@ impl Startup {
             Effect::Requested(request) => self.owner.requested(self, request),
             Effect::Failed(failure) => self.owner.failed(self, failure),
             Effect::Redial(config) => {
-                if config.rev < 2 {
-                    log!(
-                        Info,
-                        "{}: no answer to MPA revision 2, trying revision 1",
-                        self.peer
-                    );
-                }
                 if let Err(e) = self.connect(*config) {
                     let errno = e.raw_os_error().unwrap_or(libc::EIO);
                     self.owner.failed(self, Failure::Unreachable { errno });
@@ -810,5 +819,53 @@ fn send_all(fd: &EngineFd, bytes: &[u8]) -> io::Result<()> {
         Ok(())
     } else {
         Err(io::Error::from_raw_os_error(libc::ECONNRESET))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::engine;
+
+    /// The owner of a start-up that is canceled, which is not called.
+    struct Uncalled;
+
+    impl Owner for Uncalled {
+        fn opened(&self, _startup: &Arc<Startup>, _opened: Opened) {
+            panic!("opened");
+        }
+
+        fn requested(&self, _startup: &Arc<Startup>, _request: Request) {
+            panic!("requested");
+        }
+
+        fn failed(&self, _startup: &Arc<Startup>, failure: Failure) {
+            panic!("{failure:?}");
+        }
+    }
+
+    /// A start-up may be canceled while another thread handles the answer to its query, and so has neither socket nor query.
+    #[test]
+    fn a_canceled_startup_does_not_connect() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let dial = Dial {
+            peer: listener.local_addr().unwrap(),
+            bind: None,
+            config: InitiatorConfig::default(),
+            timeout: Duration::from_secs(60),
+            retry_refused: Duration::ZERO,
+            port_space: None,
+        };
+        let startup = Startup::dial(engine().unwrap(), Arc::new(Uncalled), dial).unwrap();
+        startup.cancel();
+        assert!(listener.accept().is_ok(), "the first connection");
+        for location in [Location::SamePort, Location::NotListening] {
+            startup
+                .follow(InitiatorConfig::default(), location)
+                .unwrap();
+            assert!(startup.lock().fd.is_none());
+        }
+        assert!(listener.accept().is_err(), "a second connection");
     }
 }
