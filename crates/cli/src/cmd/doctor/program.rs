@@ -242,12 +242,17 @@ fn is_bundled(name: &str) -> bool {
         && name.contains(".so")
 }
 
-/// Checks all shared objects of a package.
+/// Checks all shared objects of a package. `folders` may contain files.
 fn package(name: &OsStr, folders: &[PathBuf]) -> Vec<Line> {
     let mut lines = Vec::new();
     let mut objects = Vec::new();
     let mut left = FILES_MAX;
     for folder in folders {
+        if folder.is_file() {
+            lines.push(Line::ok("file", folder.display().to_string()));
+            objects.push(folder.clone());
+            continue;
+        }
         lines.push(Line::ok("folder", folder.display().to_string()));
         collect(folder, DEPTH_MAX, &mut left, &mut objects);
     }
@@ -299,7 +304,8 @@ fn starts_as_elf(path: &Path) -> bool {
     fs::File::open(path).is_ok_and(|mut f| f.read_exact(&mut magic).is_ok()) && magic == elf::ELFMAG
 }
 
-/// Finds the folders of a Python package without importing it: its own, and those of the libraries bundled in its wheel.
+/// Finds the folders of a Python package without importing it: its own, and those of the libraries bundled in its wheel. A module that
+/// is a single file has no folder of its own, so the file is returned.
 fn python_package(name: &OsStr) -> Option<Vec<PathBuf>> {
     let text = name.to_str()?;
     if text.is_empty() || !text.chars().all(|c| c.is_alphanumeric() || c == '_') {
@@ -320,10 +326,6 @@ fn python_package(name: &OsStr) -> Option<Vec<PathBuf>> {
         .split(|b| *b == 0)
         .filter(|path| !path.is_empty())
         .map(|path| PathBuf::from(OsString::from(OsStr::from_bytes(path))))
-        .map(|path| match path.is_dir() {
-            true => path,
-            false => path.parent().map(Path::to_path_buf).unwrap_or_default(),
-        })
         .collect();
     let beside = folders.first()?.parent()?.to_path_buf();
     for entry in fs::read_dir(beside).into_iter().flatten().flatten() {
