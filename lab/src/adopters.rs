@@ -1,6 +1,6 @@
 //! `cargo lab adopters`: builds or installs programs of other projects, unchanged, and runs them on the device.
 //!
-//! Python packages of PyPI have an environment each in `target/adopters`, which is created again if its versions differ
+//! The PyPI packages of a program are installed in an environment in `target/adopters`, which is created again if its versions differ
 //! from those listed here. Rust crates are built there from crates.io with their own lock file. Programs and libraries of Debian
 //! are those of the system. The programs are started as users start them: by `anywarp run`, without other environment variables,
 //! each in a new network namespace. Each program compares the data that it received with the data that was sent. The log of
@@ -29,7 +29,7 @@ struct Adopter {
     /// The name of the program in `tests/adopters`, without its ending.
     name: &'static str,
     source: Source,
-    /// Run only with `--nightly`: the packages are large, or other programs already exercise the same code of the device.
+    /// Run only with `--nightly` or if `--filter` selects it: the packages are large, or other programs already exercise the same code of the device.
     nightly: bool,
 }
 

@@ -46,7 +46,7 @@ PRECISION = 1e-4
 
 def run(command, env={}):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # GROMACS and the device's log write to stderr.
+    # What is needed of the output is on stderr: the messages of GROMACS and the log of the device.
     done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60, env={**os.environ, **root, **env})
     if done.returncode:
         sys.exit(f"{' '.join(command)}: status {done.returncode}")

@@ -20,7 +20,10 @@
 /* The time limits for half and for nine tenths of the Reads allow for three busy processes on two processors. */
 #define HALF_MS 5.0
 #define MOST_MS 25.0
-/* What the eight peers must have sent for a valid test: FLOOD kilobytes on streams, FLOOD / 20 requests of datagrams. */
+/*
+ * What the eight peers must have transferred for a valid test: on streams FLOOD kilobytes that they have sent or, with LONG_READS,
+ * received; with datagrams FLOOD / 20 completed requests.
+ */
 #define FLOOD 10000
 #define ASKED 64u
 

@@ -193,7 +193,7 @@ UNUSED static const char *next(struct fid_cq *cq, struct fi_cq_tagged_entry *ent
 		fi_cq_readerr(cq, &error, 0);
 		return because("a failure: %s", fi_strerror(error.err));
 	}
-	ENSURE(n == 1, "fi_cq_read returns %zd", n);
+	ENSURE(n == 1, "fi_cq_readfrom returns %zd", n);
 	return NULL;
 }
 

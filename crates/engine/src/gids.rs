@@ -469,14 +469,14 @@ mod tests {
         let mut gid_table = GidTable::new(vec![a, b.clone(), c.clone()], links());
         gid_table.update(vec![b.clone(), c.clone()], links());
         gid_table.changes = PortChanges::default();
-        // Its interface has another name.
+        // The interface of the address gets another name.
         let named = Gid {
             name: "lan".into(),
             ..b
         };
         gid_table.update(vec![c.clone(), named.clone()], links());
         assert_eq!(shown(&gid_table), some(&["", "10.0.0.2", "10.0.0.3"]));
-        // Another interface has it too, and is the only one now.
+        // The address moves to another interface.
         let moved = Gid {
             interface: 2,
             ..named

@@ -41,7 +41,8 @@ fn file(path: &Path) -> Option<Source> {
     })
 }
 
-/// Returns whether a value of [`VARIABLE`] is a path: it contains a slash and no character that only rules contain.
+/// Returns whether a value of [`VARIABLE`] is a path: it contains a slash, and no character that separates words or rules. A path with
+/// a space is taken for rules.
 pub fn is_file(value: &str) -> bool {
     value.contains('/') && !value.contains([' ', '\t', ';', '\n'])
 }

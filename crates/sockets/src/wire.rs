@@ -230,7 +230,7 @@ impl Tx {
         self.longest
     }
 
-    /// Records a new limit from the peer. A limit that is lower than the last, or allows more than 2^31 bytes, is an error.
+    /// Records a new limit from the peer. A limit that is lower than the last, or allows 2^31 bytes or more, is an error.
     fn raise(&mut self, limit: u32) -> Result<(), Broken> {
         if limit.wrapping_sub(self.sent) > i32::MAX as u32
             || limit.wrapping_sub(self.limit) > i32::MAX as u32
@@ -351,7 +351,7 @@ impl Frame {
 pub enum Broken {
     /// The peer violated MPA, DDP or RDMAP.
     Peer(PeerError),
-    /// A message that is not one Send in one segment, in sequence.
+    /// A message that is not the next Send in one segment, or whose length does not suit its kind.
     Message,
     /// A Send of a kind that does not exist.
     Kind,
@@ -441,10 +441,11 @@ pub trait Sink {
     fn urgent(&mut self, byte: u8);
     /// Called with an offer of memory.
     fn offer(&mut self, offer: Offer);
-    /// Called when the peer has filled the memory up to `mark`. Returns the number of bytes that were not known.
+    /// Called when the peer announces that it has filled the memory up to `mark`. Returns the number of new bytes: those that were
+    /// neither announced before nor found in the memory ([`Rx::found`]).
     ///
     /// # Errors
-    /// The mark is impossible, or more than `open` bytes were not known.
+    /// The mark is impossible, or there are more than `open` new bytes.
     fn memory(&mut self, mark: Mark, open: u32) -> Result<u32, Broken>;
 }
 

@@ -103,7 +103,7 @@ int main(void)
 	check(!anywarpdv_restrict_mr(target, (struct sockaddr *)&writer_address, sizeof writer_address, writer->qp_num),
 	      "anywarpdv_restrict_mr");
 
-	/* Each round writes every run of missing blocks with one Write. There are at most 1,000 Writes in all. */
+	/* Each round writes the missing blocks, with one Write for each run of them. There are at most 1,000 Writes in all. */
 	for (block = 0; writes < 1000; block = end) {
 		while (block < BLOCKS && arrived[block / 8] >> block % 8 & 1)
 			block++;

@@ -38,7 +38,7 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "normal" => ("read", false),
         mode => (mode, false),
     };
-    // The number of messages that takes about as long as a sample, if the throughput is 500 MB/s and a message takes 20 µs.
+    // The number of messages that fill about the time of a sample, if each takes 20 µs and its bytes are transferred at 500 MB/s.
     let ping = get("test") == "ping";
     let count = extent.seconds() / (size as f64 / 5e8 + 20e-6);
     let mut words: Vec<String> = ["--json", "--mode", mode, "--size", get("size")]

@@ -41,7 +41,7 @@ pub enum Kind {
     },
 }
 
-/// A registered range of user memory. Its attributes never change; a new registration is a new `Region`.
+/// A registered range of user memory. Its addresses, protection domain and rights never change; a new registration is a new `Region`.
 #[derive(Debug)]
 pub struct Region {
     stag: Stag,

@@ -128,7 +128,7 @@ pub fn verbs(data: &[u8]) {
     for side in sides {
         let end = &mut w[side.end];
         end.check_guards(&side.regions.iter().collect::<Vec<_>>());
-        // Requests complete in order and at most once. All signaled and all failed ones complete.
+        // Requests complete in order and at most once, and all signaled ones complete.
         let sends: Vec<_> = end.completed().iter().map(|c| c.wr_id).collect();
         assert!(sends.is_sorted_by(|a, b| a < b), "{sends:?}");
         for (id, signaled) in side.signaled.iter().enumerate() {

@@ -54,9 +54,9 @@ pub struct Sock {
     /// The number of descriptors of the connection.
     numbers: AtomicI32,
     inner: Mutex<Option<Box<Stream>>>,
-    /// The number of threads that sleep until the carrier has bytes. [`Self::read`] counts a thread that has found nothing to read,
-    /// while `inner` is locked. [`Self::asleep`] counts a thread before the thread checks the stream. While the number is not 0, no
-    /// other thread receives from the carrier, because it could take the bytes that a counted thread is about to sleep for.
+    /// The number of threads that sleep, or are about to sleep, until the carrier has bytes. [`Self::asleep`] counts them: [`Self::read`]
+    /// calls it with `inner` locked if it has found nothing to read, other callers before they check the stream. While the number is not
+    /// 0, no thread begins to receive from the carrier: it could take the bytes for which a counted thread is about to sleep.
     sleepers: AtomicI32,
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
@@ -65,8 +65,9 @@ pub struct Sock {
     receiver: AtomicUsize,
     /// The number of writers that sleep.
     waiting_writers: AtomicU32,
-    /// The eventfds of followers, and of threads that poll the connection or sleep in a call that reads while another thread sleeps
-    /// too or receives (see `direct`). The kernel does not tell these threads of bytes that the other thread has taken.
+    /// The eventfds of two kinds of threads. Followers (see `followers`) wait for a change of `turn`. The others poll the connection, or
+    /// sleep in a call that reads, while yet another thread receives (see `direct`) or sleeps in such a call: the kernel does not tell
+    /// them of bytes that this thread has taken.
     watchers: Mutex<Vec<c_int>>,
     /// `watchers` may have elements. This field changes with `inner` locked.
     watched: AtomicBool,
@@ -132,7 +133,7 @@ pub fn wake_this_thread() {
 /// Returns a number that no other running thread has. Cheaper than the thread's id in the kernel.
 fn this_thread() -> usize {
     thread_local!(static PLACE: u8 = const { 0 });
-    // A thread whose thread-local variables were destroyed gets 0.
+    // `PLACE` has no destructor, so it can be accessed until the thread has ended.
     PLACE
         .try_with(|place| std::ptr::from_ref(place).addr())
         .unwrap_or(0)
@@ -742,8 +743,8 @@ impl Sock {
         let _locked = std::mem::ManuallyDrop::new(inner);
     }
 
-    /// Calls `f` with the stream if this process uses it and no other thread does, or stops doing so before `patience`. Returns the lock of
-    /// the stream.
+    /// Calls `f` with the stream if this process uses the stream and its lock is free, or becomes free before `patience`. Returns the
+    /// lock.
     fn with_free(
         &self,
         patience: Option<Instant>,
@@ -870,7 +871,7 @@ impl Sock {
         }
     }
 
-    /// Receives from the carrier by a call that blocks, while the stream is not locked. Only in that call the thread may be cancelled.
+    /// Receives from the carrier by a call that blocks, while the stream is not locked. The thread may be cancelled only in that call.
     fn receive(
         &'static self,
         inner: MutexGuard<'static, Option<Box<Stream>>>,
@@ -1174,7 +1175,7 @@ impl Sock {
         sys::poll_kicked(-1, 0, kick, ms).map(|_| ())
     }
 
-    /// Shuts the stream down. A thread that sleeps in a call that reads, or polls, is woken if the program reads no more.
+    /// Shuts the stream down. If `how` ends reading, this wakes a thread that sleeps in a call that reads or polls.
     ///
     /// # Errors
     /// ENOTCONN if there is no stream, or it is broken.

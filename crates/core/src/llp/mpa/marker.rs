@@ -12,7 +12,8 @@
 //! There is a marker every 512 bytes of stream, counted from the first byte after startup and including the markers.
 //! It consists of two zero bytes and the 16-bit distance back to the length field of the frame that contains it, or 0
 //! between two frames. This stack never requests markers, but a peer may request them. Markers are rare, so a
-//! separate stage inserts them into complete frames, or removes them.
+//! separate stage, [`Inserter`], adds them to complete frames. Only the peers in tests receive markers, and remove
+//! them with [`Stripper`].
 
 use super::crc::Crc32c;
 use crate::error::PeerError;
