@@ -35,7 +35,7 @@ pub(crate) fn open(ip: IpAddr, kind: SocketType) -> io::Result<EngineFd> {
 
 /// A socket bound to `port` on every address of this host, and whether it is IPv6.
 ///
-/// Each address of the host is a GID, so the IPv6 socket accepts IPv4 too. A host without IPv6 gets an IPv4
+/// The GIDs are addresses of both families, so the IPv6 socket accepts IPv4 too. A host without IPv6 gets an IPv4
 /// socket.
 pub(crate) fn open_on_every_address(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
     if let Ok(fd) = open(Ipv6Addr::UNSPECIFIED.into(), kind) {
