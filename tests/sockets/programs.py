@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 ANYWARP = sys.argv[1]
-PRELUDE = "import os, socket, subprocess, sys\n"
+PRELUDE = "import errno, os, socket, subprocess, sys\n"
 # A server that echoes each line. It prints its port when it listens. Its first argument is the address to listen at.
 SERVER = """
 l = socket.create_server((sys.argv[1], 0))

@@ -752,12 +752,12 @@ impl Rx {
             Kind::Data | Kind::Urgent | Kind::Memory if self.ended => {
                 return Err(Broken::AfterEnd);
             }
-            Kind::Data if len as u32 > self.open() => return Err(Broken::Credit),
+            Kind::Data | Kind::Urgent if len as u32 > self.open() => return Err(Broken::Credit),
             Kind::Data => {
                 self.received = self.received.wrapping_add(len as u32);
                 self.last = len;
             }
-            Kind::Urgent if len != 1 || self.open() == 0 => return Err(Broken::Message),
+            Kind::Urgent if len != 1 => return Err(Broken::Message),
             Kind::Urgent => self.received = self.received.wrapping_add(1),
             Kind::Limit | Kind::End | Kind::Reset | Kind::Plain if len != 0 => {
                 return Err(Broken::Message);

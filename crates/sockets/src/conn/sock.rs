@@ -522,10 +522,15 @@ impl Sock {
             }
             return is_plain;
         }
-        if self.mode() != Mode::Accepted {
-            return true;
+        match self.mode() {
+            Mode::Accepted => self.turn_away(inner, fd, Why::Handed),
+            // The Request has not been sent.
+            Mode::Connecting => {
+                drop(inner);
+                self.go_plain(fd, Why::Handed);
+            }
+            Mode::Up | Mode::Plain => {}
         }
-        self.turn_away(inner, fd, Why::Handed);
         true
     }
 
@@ -565,11 +570,15 @@ impl Sock {
     pub fn stay_plain(&'static self, fd: c_int) -> bool {
         match self.mode() {
             Mode::Up => return false,
-            Mode::Accepted => {
-                self.hand_over(fd);
+            Mode::Accepted if !self.is_lost() => {
+                let _stays = sys::NotCancelled::begin();
+                let inner = lock(&self.inner);
+                if self.mode() == Mode::Accepted {
+                    self.turn_away(inner, fd, Why::Option);
+                }
             }
             Mode::Connecting => self.go_plain(fd, Why::Option),
-            Mode::Plain => {}
+            Mode::Accepted | Mode::Plain => {}
         }
         self.mode() == Mode::Plain
     }
