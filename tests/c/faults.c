@@ -420,10 +420,13 @@ struct one_sided {
 	struct ibv_ah *ah;
 };
 
+/* `type`: a value of enum anywarpdv_qp_type, with PLAIN if Writes make no records. */
+#define PLAIN (1u << 31)
+
 static const char *open_one_sided(struct one_sided *d, uint32_t type)
 {
-	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = type };
-	bool rd = type == ANYWARPDV_QPT_RD;
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = type & ~PLAIN, .flags = type & PLAIN ? ANYWARPDV_QP_PLAIN_WRITES : 0 };
+	bool rd = dv.driver_qp_type == ANYWARPDV_QPT_RD;
 	struct ibv_qp_init_attr_ex init = {
 		.qp_type = rd ? IBV_QPT_DRIVER : IBV_QPT_UD,
 		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
@@ -527,6 +530,28 @@ static const char *rd_not_ready(void)
 	return expect_status(a.end.scq, 1, IBV_WC_RNR_RETRY_EXC_ERR);
 }
 
+/* A rule for Writes applies to Writes that make no records. */
+static const char *rd_plain_write(void)
+{
+	struct region from, to;
+	struct one_sided a, b;
+
+	TRY(find_all());
+	TRY(open_one_sided(&a, ANYWARPDV_QPT_RD | PLAIN));
+	TRY(open_one_sided(&b, ANYWARPDV_QPT_RD | PLAIN));
+	TRY(new_region(&from, a.end.pd, 8, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&to, b.end.pd, 8, ALL_ACCESS));
+	for (uint32_t i = 1; i <= 2; i++) {
+		ibv_wr_start(a.ex);
+		a.ex->wr_id = i;
+		a.ex->wr_flags = IBV_SEND_SIGNALED;
+		ibv_wr_rdma_write(a.ex, to.mr->rkey, (uintptr_t)to.at);
+		TRY(finish(&a, &b, &from));
+		TRY(expect_status(a.end.scq, i, i == 1 ? IBV_WC_SUCCESS : IBV_WC_GENERAL_ERR));
+	}
+	return NULL;
+}
+
 #define RECORDS 40u
 #define RECORD_LEN (256u << 10)
 
@@ -604,7 +629,7 @@ static const struct child children[] = {
 	CHILD(send_remote_access), CHILD(write_remote_operation), CHILD(read_retry), CHILD(send_protection), CHILD(killed),
 	CHILD(killed_with_outstanding), CHILD(not_ready), CHILD(late), CHILD(slow), CHILD(ud_third_lost), CHILD(ud_second_lost),
 	CHILD(ud_second_passed), CHILD(ud_second_last), CHILD(ud_second_twice), CHILD(ud_all), CHILD(ud_error),
-	CHILD(ud_many), CHILD(rd_exactly_once), CHILD(rd_not_ready), CHILD(maps_are_exact), CHILD(refused_text),
+	CHILD(ud_many), CHILD(rd_exactly_once), CHILD(rd_not_ready), CHILD(rd_plain_write), CHILD(maps_are_exact), CHILD(refused_text),
 };
 static const size_t children_count = COUNT(children);
 
@@ -623,6 +648,7 @@ static const struct row {
 	{ "nth=3 -> kill", "killed_with_outstanding", "kill", 1 },
 	{ "op=send nth=1 -> rnr; op=send nth=2 -> rnr=2", "not_ready", "rnr", 2 },
 	{ "op=send nth=1 -> rnr", "rd_not_ready", "rnr", 1 },
+	{ "op=write nth=2 -> error=general", "rd_plain_write", "error=general", 1 },
 	{ "op=send nth=2 -> delay=150ms", "late", "delay", 1 },
 	{ "op=write -> slow=10MB/s", "slow", "slow", 20 },
 	{ "qp=#1 op=send every=3 -> drop", "ud_third_lost", "drop", 3 },
@@ -787,7 +813,7 @@ static const char *rping_ends(size_t arg)
 #define ROW(n) { "exact_" #n, exact, n, 0, false }
 static const struct test tests[] = {
 	ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13),
-	ROW(14), ROW(15), ROW(16), ROW(17), ROW(18), ROW(19), ROW(20), ROW(21),
+	ROW(14), ROW(15), ROW(16), ROW(17), ROW(18), ROW(19), ROW(20), ROW(21), ROW(22),
 	{ "same_seed_same_faults", same_seed_same_faults, 0, 0, false },
 	{ "loss_is_reported", loss_is_reported, 0, 0, false },
 	{ "reliable_datagrams_tx", survives, 0, 0, false },
@@ -803,7 +829,7 @@ static const struct test tests[] = {
 
 int main(int argc, char **argv)
 {
-	_Static_assert(COUNT(rows) == 22, "each row is a test");
+	_Static_assert(COUNT(rows) == 23, "each row is a test");
 
 	if (argc == 3 && !strcmp(argv[1], "--child")) {
 		for (size_t i = 0; i < children_count; i++) {

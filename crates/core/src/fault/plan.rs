@@ -118,12 +118,12 @@ const WHATS: [(&str, What); 11] = [
 ];
 
 impl What {
-    /// The operation of a posted request; Writes without a connection are Write-Records.
-    pub fn of_request(op: &Op, connected: bool) -> Self {
+    /// The operation of a posted request. `records`: Writes of the queue pair are Write-Records.
+    pub fn of_request(op: &Op, records: bool) -> Self {
         match op {
             Op::Send { .. } => Self::Send,
-            Op::Write { .. } | Op::AtomicWrite { .. } if connected => Self::Write,
-            Op::Write { .. } | Op::AtomicWrite { .. } => Self::WriteRecord,
+            Op::Write { .. } | Op::AtomicWrite { .. } if records => Self::WriteRecord,
+            Op::Write { .. } | Op::AtomicWrite { .. } => Self::Write,
             Op::Read { .. } => Self::Read,
             Op::FetchAdd { .. } | Op::CompareSwap { .. } => Self::Atomic,
             Op::LocalInvalidate { .. } => Self::Invalidate,

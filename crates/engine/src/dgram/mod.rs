@@ -301,7 +301,7 @@ impl DgramQp {
         faults: &Faults,
     ) -> Result<(), Misuse> {
         let connected = self.kind.is_connected();
-        let what = What::of_request(&request.op, connected);
+        let what = What::of_request(&request.op, inner.core.writes_records());
         let peer = match &request.destination {
             Some(destination) if !connected => Some(destination.addr),
             _ => inner.core.peer().map(|p| p.addr),

@@ -435,7 +435,7 @@ impl RcQp {
         request: WorkRequest,
         faults: &Faults,
     ) -> Result<(), Misuse> {
-        let what = What::of_request(&request.op, true);
+        let what = What::of_request(&request.op, false);
         let address = |r: Route| SocketAddr::new(r.remote, u16::try_from(r.qpn >> 8).unwrap_or(0));
         let peer = self.peer().or_else(|| inner.route.map(address));
         let len = request.payload.len();

@@ -96,6 +96,15 @@ impl DatagramQp {
         self.flush_untaken();
     }
 
+    /// Returns whether RDMA Writes of this queue pair are Write-Records.
+    pub fn writes_records(&self) -> bool {
+        match self.kind {
+            Kind::Ud => true,
+            Kind::Rd => !self.options.plain_writes,
+            Kind::Uc | Kind::ReliableUc | Kind::Rc => false,
+        }
+    }
+
     /// The headers of the datagrams of a Send or a Write of `len` bytes, without the destination. Returns `None` for any other
     /// operation.
     pub(super) fn head_of(
@@ -109,11 +118,7 @@ impl DatagramQp {
             length: u32::try_from(len).unwrap_or(u32::MAX),
             ..self.shim()
         };
-        let records = match self.kind {
-            Kind::Ud => true,
-            Kind::Rd => !self.options.plain_writes,
-            Kind::Uc | Kind::ReliableUc | Kind::Rc => false,
-        };
+        let records = self.writes_records();
         let (opcode, address, imm) = match *op {
             Op::Send { imm, invalidate } => {
                 let opcode = Opcode::send(invalidate.is_some(), solicited);
