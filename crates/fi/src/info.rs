@@ -47,6 +47,12 @@ const OP_FLAGS: u64 = FI_COMPLETION
     | FI_DELIVERY_COMPLETE
     | FI_MULTI_RECV;
 const TAG_FORMAT: u64 = 0xaaaa_aaaa_aaaa_aaaa;
+/// The number of completion queues, and of counters, of a domain.
+const QUEUES: usize = 1024;
+/// The number of endpoints of a domain.
+const ENDPOINTS: usize = 256;
+/// The number of memory regions of a domain.
+const REGIONS: usize = 1 << 20;
 
 /// The hints of a program. Zero and `None` mean any value.
 #[derive(Debug, Clone, Default)]
@@ -158,7 +164,9 @@ impl Hints {
             if !matches!(ep.r#type, FI_EP_UNSPEC | FI_EP_RDM) {
                 return Err("the endpoint type is not FI_EP_RDM");
             }
-            if !matches!(ep.protocol, FI_PROTO_UNSPEC | PROTOCOL) {
+            if !matches!(ep.protocol, FI_PROTO_UNSPEC | PROTOCOL)
+                || ep.protocol_version > crate::wire::VERSION.into()
+            {
                 return Err("another protocol is requested");
             }
             if ep.max_msg_size > limits::MESSAGE {
@@ -192,7 +200,10 @@ impl Hints {
             wanted |= tx.caps;
         }
         if let Some(rx) = &self.rx {
-            if rx.iov_limit > limits::IOV || rx.size > limits::ENTRIES {
+            if rx.iov_limit > limits::IOV
+                || rx.size > limits::ENTRIES
+                || rx.total_buffered_recv > limits::UNEXPECTED
+            {
                 return Err("sizes of the receive context are too large");
             }
             if rx.op_flags & !OP_FLAGS != 0 {
@@ -278,8 +289,21 @@ impl Hints {
             if domain.caps & !OF_DOMAIN != 0 {
                 return Err("the domain does not have all requested capabilities");
             }
-            if domain.cq_data_size > 8 || domain.mr_key_size > 8 || domain.mr_iov_limit > 1 {
+            if domain.cq_data_size > 8
+                || domain.mr_key_size > 8
+                || domain.mr_iov_limit > 1
+                || domain.max_err_data > 0
+            {
                 return Err("sizes of the domain are too large");
+            }
+            if domain.cq_cnt.max(domain.cntr_cnt) > QUEUES
+                || domain.ep_cnt.max(domain.tx_ctx_cnt).max(domain.rx_ctx_cnt) > ENDPOINTS
+                || domain.mr_cnt > REGIONS
+            {
+                return Err("more objects are requested than a domain has");
+            }
+            if domain.max_ep_tx_ctx > 1 || domain.max_ep_rx_ctx > 1 {
+                return Err("several contexts are not supported");
             }
             if domain.max_ep_stx_ctx > 0 || domain.max_ep_srx_ctx > 0 {
                 return Err("shared contexts are not supported");
@@ -483,22 +507,22 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
         mr_mode: answer.mr_mode,
         mr_key_size: 8,
         cq_data_size: 8,
-        cq_cnt: 1024,
-        ep_cnt: 256,
-        tx_ctx_cnt: 256,
-        rx_ctx_cnt: 256,
+        cq_cnt: QUEUES,
+        ep_cnt: ENDPOINTS,
+        tx_ctx_cnt: ENDPOINTS,
+        rx_ctx_cnt: ENDPOINTS,
         max_ep_tx_ctx: 1,
         max_ep_rx_ctx: 1,
         max_ep_stx_ctx: 0,
         max_ep_srx_ctx: 0,
-        cntr_cnt: 1024,
+        cntr_cnt: QUEUES,
         mr_iov_limit: 1,
         caps: OF_DOMAIN,
         mode: 0,
         auth_key: std::ptr::null_mut(),
         auth_key_size: 0,
         max_err_data: 0,
-        mr_cnt: 1 << 20,
+        mr_cnt: REGIONS,
         tclass: 0,
     };
     let fabric = fi_fabric_attr {
@@ -653,6 +677,20 @@ mod tests {
             assert!(refuses(&|h| {
                 h.domain = Some(fi_domain_attr { caps, ..domain() });
             }));
+        }
+        let counts: [fn(&mut fi_domain_attr); 9] = [
+            |d| d.cq_cnt = QUEUES + 1,
+            |d| d.ep_cnt = ENDPOINTS + 1,
+            |d| d.tx_ctx_cnt = ENDPOINTS + 1,
+            |d| d.rx_ctx_cnt = ENDPOINTS + 1,
+            |d| d.max_ep_tx_ctx = 2,
+            |d| d.max_ep_rx_ctx = 2,
+            |d| d.cntr_cnt = QUEUES + 1,
+            |d| d.mr_cnt = REGIONS + 1,
+            |d| d.max_err_data = 1,
+        ];
+        for change in counts {
+            assert!(refuses(&|h| h.domain.iter_mut().for_each(change)));
         }
         for kind in [1, 2] {
             assert!(refuses(&|h| h.ep = Some(fi_ep_attr {
