@@ -5,6 +5,7 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::ffi::CString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use crate::abi::{FI_ADDR_NOTAVAIL, FI_ADDR_UNSPEC, FI_SOCKADDR_IN, FI_SOCKADDR_IN6, FiAddr};
@@ -92,6 +93,33 @@ pub fn parts_of(name: &[u8]) -> Option<(IpAddr, u16, u8)> {
         _ => return None,
     };
     Some((ip.to_canonical(), u16::from_be_bytes(*port), index))
+}
+
+/// Returns the port of a service, which is a port number or a name that the system knows.
+pub fn port_of_service(service: &str) -> Option<u16> {
+    if service.bytes().all(|b| b.is_ascii_digit()) {
+        return service.parse().ok();
+    }
+    let service = CString::new(service).ok()?;
+    let mut found = std::ptr::null_mut();
+    // SAFETY: the service is a C string. The list is read before it is freed, and its addresses, which have the family of the hint,
+    // are socket addresses of IPv4.
+    unsafe {
+        let mut hint: libc::addrinfo = std::mem::zeroed();
+        hint.ai_family = libc::AF_INET;
+        if libc::getaddrinfo(
+            std::ptr::null(),
+            service.as_ptr(),
+            &raw const hint,
+            &raw mut found,
+        ) != 0
+        {
+            return None;
+        }
+        let port = (*found).ai_addr.cast::<libc::sockaddr_in>().read().sin_port;
+        libc::freeaddrinfo(found);
+        Some(u16::from_be(port))
+    }
 }
 
 fn copy(to: &mut [u8], at: usize, from: &[u8]) {
@@ -208,6 +236,16 @@ impl Vector {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_service_is_a_port_or_a_name() {
+        assert_eq!(port_of_service("9228"), Some(9228));
+        // Without /etc/services there are no names.
+        assert!(matches!(port_of_service("http"), Some(80) | None));
+        for none in ["65536", "", "no service", "1 2", "-1", "a\0b"] {
+            assert_eq!(port_of_service(none), None, "{none}");
+        }
+    }
 
     fn peer(ip: &str, qpn: u32) -> Remote {
         Remote {

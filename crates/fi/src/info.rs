@@ -389,7 +389,7 @@ fn resolve(
     v4: Option<bool>,
     numeric: bool,
 ) -> Option<SocketAddr> {
-    let port = service.unwrap_or("0").parse().ok()?;
+    let port = address::port_of_service(service.unwrap_or("0"))?;
     if numeric {
         let addr = SocketAddr::new(node.parse().ok()?, port);
         return v4.is_none_or(|v4| addr.is_ipv4() == v4).then_some(addr);
@@ -415,7 +415,10 @@ fn ends(
     let mut local: Option<IpAddr> = None;
     let mut port = 0;
     let mut destination = hints.destination.clone();
-    if let Some((ip, of_hint, _)) = hints.source.as_deref().and_then(address::parts_of) {
+    // A host or service that is the source is used in place of the hint.
+    let is_given = is_source && (node.is_some() || service.is_some());
+    let hint = hints.source.as_deref().filter(|_| !is_given);
+    if let Some((ip, of_hint, _)) = hint.and_then(address::parts_of) {
         local = Some(ip);
         port = of_hint;
     }
@@ -429,9 +432,7 @@ fn ends(
         }
     }
     if let (None, Some(service), true) = (node, service, is_source) {
-        port = service
-            .parse()
-            .map_err(|_| "the service is not a port number")?;
+        port = address::port_of_service(service).ok_or("the service is not known")?;
     }
     let v4 = v4.or_else(|| Some(family_of(destination.as_ref()?)? == libc::AF_INET));
     let ip = match local {

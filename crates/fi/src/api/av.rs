@@ -8,7 +8,7 @@ use libc::{c_char, c_int, c_void};
 
 use super::object::{AvObject, DomainObject, NONE, Table, ended_int, give, head, known, ops, take};
 use crate::abi::*;
-use crate::address::{LEN_V4, LEN_V6, Remote, Vector};
+use crate::address::{LEN_V4, LEN_V6, Remote, Vector, port_of_service};
 
 static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), NONE);
 static AV_OPS: Table<fi_ops_av> = Table(fi_ops_av {
@@ -172,11 +172,8 @@ unsafe extern "C" fn insertsvc(
             }
             (object, CStr::from_ptr(node), CStr::from_ptr(service))
         };
-        let port: u16 = service
-            .to_str()
-            .ok()
-            .and_then(|s| s.parse().ok())
-            .ok_or(FI_EINVAL)?;
+        let service = service.to_str().map_err(|_| FI_EINVAL)?;
+        let port = port_of_service(service).ok_or(FI_EINVAL)?;
         let node = node.to_str().map_err(|_| FI_EINVAL)?;
         let found: Option<SocketAddr> = (node, port)
             .to_socket_addrs()
