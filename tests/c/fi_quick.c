@@ -293,6 +293,48 @@ static const char *same_address(const char *what, const void *at, size_t len, co
 	return NULL;
 }
 
+/* The answer names the fabric and the domain that are open: those of the hints, or else the first ones. */
+static const char *hints_opened(size_t arg)
+{
+	struct fid_domain *domains[2] = { NULL }, unknown;
+	struct fi_info *asked, *got;
+
+	(void)arg;
+	TRY(find_provider());
+	for (size_t opened = 0; opened <= 2; opened++) {
+		if (opened) {
+			OK(fi_domain(fabric, info, &domains[opened - 1], NULL));
+			keep(close_fid, domains[opened - 1], "domain");
+		}
+		/* `which` 2: the hints name no domain; 3: they name one that this provider has not opened. */
+		for (size_t which = 0; which < 4; which++) {
+			if (which < 2 && which >= opened)
+				continue;
+			asked = new_hints();
+			asked->fabric_attr->fabric = which < 2 ? fabric : NULL;
+			asked->domain_attr->domain = which < 2 ? domains[which] : which == 2 ? NULL : &unknown;
+			int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, asked, &got);
+			fi_freeinfo(asked);
+			if (which == 3) {
+				GIVES(FI_ENODATA, rc);
+				continue;
+			}
+			OK(rc);
+			struct fid_fabric *its_fabric = got->fabric_attr->fabric;
+			struct fid_domain *its_domain = got->domain_attr->domain;
+			fi_freeinfo(got);
+			ENSURE(its_fabric == fabric, "%zu domains, hint %zu: another fabric", opened, which);
+			ENSURE(its_domain == domains[which % 2], "%zu domains, hint %zu: another domain", opened, which);
+		}
+	}
+	asked = new_hints();
+	asked->fabric_attr->fabric = (void *)&unknown;
+	int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, asked, &got);
+	fi_freeinfo(asked);
+	GIVES(FI_ENODATA, rc);
+	return NULL;
+}
+
 /* Source and destination addresses, by host, service and flags, and in the hints. */
 static const char *hints_addresses(size_t arg)
 {
@@ -2690,6 +2732,7 @@ static const struct test tests[] = {
 	{ "hints", hints, 0, 0, false },
 	{ "hints_mr_mode", hints_mr_mode, 0, 0, false },
 	{ "hints_names", hints_names, 0, 0, false },
+	{ "hints_opened", hints_opened, 0, 0, false },
 	{ "hints_addresses", hints_addresses, 0, 0, false },
 	{ "domains", domains, 0, 0, false },
 	{ "domain_in_use", domain_in_use, 0, 0, false },

@@ -9,6 +9,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use crate::abi::*;
 use crate::address::{self, Remote};
 use crate::limits;
+use crate::opened::{DOMAINS, FABRICS};
 use crate::verbs::Device;
 
 /// The name of the provider, of its fabric and of its domain.
@@ -65,6 +66,7 @@ pub struct Hints {
     ep: Option<fi_ep_attr>,
     domain: Option<fi_domain_attr>,
     provider: Option<String>,
+    fabric: Option<fi_fabric_attr>,
     fabric_name: Option<String>,
     domain_name: Option<String>,
     source: Option<Vec<u8>>,
@@ -74,6 +76,9 @@ pub struct Hints {
 /// The part of the result that depends on the hints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
+    /// The open fabric and the open domain that the program has named, or the first ones. Null if none is open.
+    fabric: *mut fid_fabric,
+    domain: *mut fid_domain,
     caps: u64,
     mr_mode: i32,
     threading: u32,
@@ -129,6 +134,7 @@ impl Hints {
                 ep: info.ep_attr.as_ref().copied(),
                 domain: domain.copied(),
                 provider: fabric.and_then(|f| string(f.prov_name)),
+                fabric: fabric.copied(),
                 fabric_name: fabric.and_then(|f| string(f.name)),
                 domain_name: domain.and_then(|d| string(d.name)),
                 source: bytes(info.src_addr, info.src_addrlen),
@@ -150,6 +156,13 @@ impl Hints {
         if !same(&self.fabric_name, FABRIC) || !same(&self.domain_name, DOMAIN) {
             return Err("another fabric or domain is requested");
         }
+        let no_fabric = std::ptr::null_mut();
+        let no_domain = std::ptr::null_mut();
+        let fabric = FABRICS.named(self.fabric.map_or(no_fabric, |f| f.fabric));
+        let domain = DOMAINS.named(self.domain.map_or(no_domain, |d| d.domain));
+        let (Some(fabric), Some(domain)) = (fabric, domain) else {
+            return Err("a fabric or domain of another provider is requested");
+        };
         if !matches!(
             self.addr_format,
             FI_FORMAT_UNSPEC | FI_SOCKADDR | FI_SOCKADDR_IN | FI_SOCKADDR_IN6
@@ -268,6 +281,8 @@ impl Hints {
             mr_mode.unwrap_or(0)
         };
         let mut answer = Answer {
+            fabric,
+            domain,
             caps,
             mr_mode,
             threading: FI_THREAD_SAFE,
@@ -498,7 +513,7 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
         auth_key: std::ptr::null_mut(),
     };
     let domain = fi_domain_attr {
-        domain: std::ptr::null_mut(),
+        domain: answer.domain,
         name: text(DOMAIN)?,
         threading: answer.threading,
         control_progress: answer.control_progress,
@@ -527,7 +542,7 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
         tclass: 0,
     };
     let fabric = fi_fabric_attr {
-        fabric: std::ptr::null_mut(),
+        fabric: answer.fabric,
         name: text(FABRIC)?,
         // The core sets this field.
         prov_name: std::ptr::null_mut(),

@@ -3,6 +3,7 @@
 //! ```text
 //! api       the functions that libfabric calls, by object
 //! info      fi_getinfo
+//! opened    the fabrics and domains that the program has open
 //! domain    the device, and the objects opened on it, whose state one lock protects
 //! endpoint  messages, rendezvous, one-sided operations
 //! matching  receives and messages
@@ -33,6 +34,7 @@ pub mod limits;
 mod log;
 pub mod matching;
 pub mod memory;
+pub mod opened;
 pub mod queue;
 pub mod slab;
 pub mod verbs;

@@ -11,6 +11,7 @@ use crate::abi::*;
 use crate::atomics::Class;
 use crate::domain::Domain;
 use crate::endpoint::Registered;
+use crate::opened::DOMAINS;
 use crate::verbs::{Access, Device, Region};
 
 type MrObject = Object<fid_mr, Region>;
@@ -66,7 +67,11 @@ pub(crate) unsafe extern "C" fn open(
             rest: (),
         };
         // SAFETY: the caller passes null or a writable location.
-        unsafe { give(object, domain) }
+        unsafe {
+            let given = give(object, domain)?;
+            DOMAINS.add(*domain);
+            Ok(given)
+        }
     })
 }
 
@@ -77,6 +82,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
         if Arc::strong_count(&object.domain) > 1 {
             return Err(FI_EBUSY);
         }
+        DOMAINS.remove(at);
         // SAFETY: the program does not use the object any more.
         unsafe { take::<DomainObject, _>(at) }?;
         Ok(0)

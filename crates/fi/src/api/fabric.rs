@@ -4,6 +4,7 @@ use libc::{c_int, c_void};
 
 use super::object::{FabricObject, NONE, Table, ended_int, give, head, ops, take};
 use crate::abi::*;
+use crate::opened::FABRICS;
 
 static OPS: Table<fi_ops> = ops(close as *const (), NONE, NONE);
 static FABRIC_OPS: Table<fi_ops_fabric> = Table(fi_ops_fabric {
@@ -31,11 +32,16 @@ pub(crate) unsafe extern "C" fn open(
             api_version: attr.api_version,
         };
         // SAFETY: the caller passes null or a writable location.
-        unsafe { give(FabricObject { fid }, fabric) }
+        unsafe {
+            let given = give(FabricObject { fid }, fabric)?;
+            FABRICS.add(*fabric);
+            Ok(given)
+        }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
+    FABRICS.remove(at);
     // SAFETY: this process opened the object, and the program does not use it any more.
     ended_int(|| unsafe { take::<FabricObject, _>(at).map(|_| 0) })
 }
