@@ -988,6 +988,7 @@ static const char *vectors(size_t type)
 	for (attr.count = 1; attr.count <= 1 << 17; attr.count *= 2) {
 		struct fid_av *sized;
 
+		attr.flags = attr.flags ? 0 : FI_SYMMETRIC;
 		OK(fi_av_open(domain, &attr, &sized, NULL));
 		OK(fi_close(&sized->fid));
 	}
@@ -1031,6 +1032,13 @@ static const char *vectors(size_t type)
 		OK(fi_av_lookup(av, at[i], &back, &len));
 		ENSURE(!memcmp(&back, &names[i], sizeof back), "address %zu differs", i);
 	}
+	/* The lowest of the free places is used first. */
+	OK(fi_av_remove(av, at + 10, 1, 0));
+	OK(fi_av_remove(av, at + 20, 1, 0));
+	fi_addr_t again[2];
+	ENSURE(fi_av_insert(av, names, 2, again, 0, NULL) == 2, "two addresses again");
+	ENSURE(again[0] == at[10] && again[1] == at[20], "they have the indexes %ju and %ju", (uintmax_t)again[0],
+	       (uintmax_t)again[1]);
 	return NULL;
 }
 

@@ -534,6 +534,7 @@ c_consts! {
     FI_INJECT_COMPLETE: u64 = 1 << 26;
     FI_TRANSMIT_COMPLETE: u64 = 1 << 27;
     FI_DELIVERY_COMPLETE: u64 = 1 << 28;
+    FI_AFFINITY: u64 = 1 << 29;
     FI_COMMIT_COMPLETE: u64 = 1 << 30;
     FI_MATCH_COMPLETE: u64 = 1 << 31;
     FI_LOCAL_COMM: u64 = 1 << 51;
@@ -548,6 +549,7 @@ c_consts! {
     FI_COMPARE_ATOMIC: u64 = 1 << 59;
     FI_TRANSMIT: u64 = FI_SEND;
     FI_SYNC_ERR: u64 = 1 << 58;
+    FI_SYMMETRIC: u64 = 1 << 59;
     FI_EVENT: u64 = 1 << 24;
     FI_ADDR_UNSPEC: u64 = u64::MAX;
     FI_ADDR_NOTAVAIL: u64 = u64::MAX;
@@ -609,6 +611,8 @@ c_consts! {
     FI_ENABLE: c_int = 6;
     FI_GETFIDFLAG: c_int = 0;
     FI_GETOPSFLAG: c_int = 2;
+    FI_SETOPSFLAG: c_int = 3;
+    FI_GETWAITOBJ: c_int = 16;
     FI_ALIAS: c_int = 4;
 
     FI_OPT_ENDPOINT: c_int = 0;

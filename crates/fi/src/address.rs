@@ -4,7 +4,7 @@
 //! socket addresses do not use: the first of `sin_zero`, the last of `sin6_flowinfo`.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::CString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -154,15 +154,15 @@ pub struct Vector {
     first: HashMap<Remote, FiAddr>,
     /// For each peer with more than one index, the number of its indexes.
     several: HashMap<Remote, usize>,
-    free: Vec<FiAddr>,
+    free: BTreeSet<FiAddr>,
     /// The peer that was looked up last, because many messages in a row often belong to one peer.
     last: Cell<Option<(Remote, FiAddr)>>,
 }
 
 impl Vector {
-    /// Adds a peer. Returns its index, or `None` if there are too many.
+    /// Adds a peer at the lowest index that is not used. Returns the index, or `None` if there are too many.
     pub fn insert(&mut self, peer: Remote) -> Option<FiAddr> {
-        let at = match self.free.pop() {
+        let at = match self.free.pop_first() {
             Some(at) => at,
             None if self.peers.len() < limits::PEERS => {
                 self.peers.push(None);
@@ -184,7 +184,7 @@ impl Vector {
             return false;
         };
         self.last.set(None);
-        self.free.push(at);
+        self.free.insert(at);
         let others = self.several.remove(&peer).map_or(0, |n| n - 1);
         if others > 1 {
             self.several.insert(peer, others);

@@ -34,7 +34,8 @@ pub(crate) unsafe extern "C" fn open(
             let attr = attr.as_mut().ok_or(FI_EINVAL)?;
             (&known::<DomainObject, _>(domain)?.domain, attr)
         };
-        if attr.flags != 0 || !attr.name.is_null() {
+        // FI_SYMMETRIC only describes the addresses.
+        if attr.flags & !FI_SYMMETRIC != 0 || !attr.name.is_null() {
             // Neither events of insertions nor vectors that several processes share are supported.
             return Err(FI_ENOSYS);
         }
