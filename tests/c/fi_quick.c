@@ -585,7 +585,8 @@ static const char *queues(size_t arg)
 		OK(fi_close(&cq->fid));
 	}
 	for (size_t i = 0; i < COUNT(waits); i++) {
-		struct fi_cq_attr attr = { .format = FI_CQ_FORMAT_MSG, .wait_obj = waits[i].object };
+		struct fi_cq_attr attr = { .format = FI_CQ_FORMAT_MSG, .wait_obj = waits[i].object, .flags = FI_AFFINITY };
+		enum fi_wait_obj kind = FI_WAIT_YIELD;
 		struct fi_cq_msg_entry entry;
 		int fd = -1;
 		int rc = fi_cq_open(domain, &attr, &cq, NULL);
@@ -594,6 +595,9 @@ static const char *queues(size_t arg)
 		if (rc)
 			continue;
 		keep(close_fid, cq, "queue");
+		OK(fi_control(&cq->fid, FI_GETWAITOBJ, &kind));
+		ENSURE(kind == (waits[i].object == FI_WAIT_NONE ? FI_WAIT_NONE : FI_WAIT_FD), "wait object %d is %d",
+		       waits[i].object, kind);
 		uint64_t begin = now_ms();
 		ssize_t n = fi_cq_sread(cq, &entry, 1, NULL, 60);
 		if (waits[i].object == FI_WAIT_NONE) {

@@ -42,7 +42,8 @@ pub(crate) unsafe extern "C" fn open(
         if attr.format == FI_CQ_FORMAT_UNSPEC {
             attr.format = FI_CQ_FORMAT_CONTEXT;
         }
-        if attr.format > FI_CQ_FORMAT_TAGGED || attr.flags != 0 {
+        // FI_AFFINITY names a processor for interrupts, of which the device has none.
+        if attr.format > FI_CQ_FORMAT_TAGGED || attr.flags & !FI_AFFINITY != 0 {
             return Err(FI_EINVAL);
         }
         let wait = match attr.wait_obj {
@@ -91,13 +92,17 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
-        // SAFETY: the object was opened by this library; the argument is valid for writing a descriptor (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the argument is valid for writing a descriptor or the kind of a wait object
+        // (guaranteed by the caller).
         unsafe {
-            let object = known::<CqObject, _>(at)?;
-            let (FI_GETWAIT, Some(wait)) = (command, &object.rest.wait) else {
-                return Err(FI_ENOSYS);
+            let wait = &known::<CqObject, _>(at)?.rest.wait;
+            let answer = match (command, wait) {
+                (FI_GETWAIT, Some(wait)) => wait.fd(),
+                (FI_GETWAITOBJ, Some(_)) => FI_WAIT_FD as c_int,
+                (FI_GETWAITOBJ, None) => FI_WAIT_NONE as c_int,
+                _ => return Err(FI_ENOSYS),
             };
-            *arg.cast::<c_int>().as_mut().ok_or(FI_EINVAL)? = wait.fd();
+            *arg.cast::<c_int>().as_mut().ok_or(FI_EINVAL)? = answer;
         }
         Ok(0)
     })
