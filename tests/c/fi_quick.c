@@ -513,6 +513,8 @@ static const char *bindings(size_t arg)
 
 	(void)arg;
 	TRY(find_provider());
+	OK(fi_eq_open(fabric, &eq_attr, &eq, NULL));
+	keep(close_fid, eq, "event queue");
 	OK(fi_domain(fabric, info, &domain, NULL));
 	keep(close_fid, domain, "domain");
 	OK(fi_cq_open(domain, &cq_attr, &cq, NULL));
@@ -524,12 +526,10 @@ static const char *bindings(size_t arg)
 	GIVES(FI_ENOSYS, fi_cntr_open(domain, &unknown, &none, NULL));
 	GIVES(FI_EINVAL, fi_cntr_open(domain, &flagged, &none, NULL));
 	GIVES(FI_ENOSYS, fi_cntr_open(domain, &waits, &none, NULL));
-	OK(fi_eq_open(fabric, &eq_attr, &eq, NULL));
-	keep(close_fid, eq, "event queue");
-	OK(fi_domain_bind(domain, &eq->fid, 0));
 	OK(fi_endpoint(domain, info, &ep, NULL));
 	keep(close_fid, ep, "endpoint");
 	OK(fi_ep_bind(ep, &eq->fid, 0));
+	GIVES(FI_EBUSY, fi_close(&eq->fid));
 	GIVES(FI_EBADFLAGS, fi_ep_bind(ep, &cq->fid, 0));
 	GIVES(FI_EBADFLAGS, fi_ep_bind(ep, &cntr->fid, 0));
 	GIVES(FI_EINVAL, fi_ep_bind(ep, &domain->fid, 0));
@@ -555,6 +555,30 @@ static const char *bindings(size_t arg)
 	OK(fi_ep_bind(ep, &cq->fid, FI_RECV));
 	OK(fi_enable(ep));
 	ENSURE(!close_now(ep) && !close_now(cntr) && !close_now(cq) && !close_now(av), "closing");
+	OK(fi_domain_bind(domain, &eq->fid, 0));
+	GIVES(FI_EBUSY, fi_close(&eq->fid));
+	ENSURE(!close_now(domain) && !close_now(eq), "closing the domain and its event queue");
+	return NULL;
+}
+
+/* An endpoint cannot use the objects of another domain. */
+static const char *bindings_of_two_domains(size_t arg)
+{
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_side(&a, 0));
+	TRY(open_side(&b, 0));
+	struct fid_ep *ep;
+	OK(fi_endpoint(a.domain, info, &ep, NULL));
+	keep(close_fid, ep, "endpoint");
+	GIVES(FI_EDOMAIN, fi_ep_bind(ep, &b.tx->fid, FI_TRANSMIT));
+	GIVES(FI_EDOMAIN, fi_ep_bind(ep, &b.av->fid, 0));
+	GIVES(FI_EDOMAIN, fi_ep_bind(ep, &b.cntr->fid, FI_SEND));
+	OK(fi_ep_bind(ep, &a.tx->fid, FI_TRANSMIT | FI_RECV));
+	OK(fi_ep_bind(ep, &a.av->fid, 0));
+	OK(fi_ep_bind(ep, &a.cntr->fid, FI_SEND));
+	OK(fi_enable(ep));
 	return NULL;
 }
 
@@ -812,6 +836,9 @@ static const char *event_queues(size_t arg)
 	begin = now_ms();
 	GIVES(FI_EAGAIN, fi_eq_sread(eq, &kind, &got, sizeof got, 60, 0));
 	ENSURE(now_ms() - begin >= 55 && now_ms() - begin < 5000, "a wait of 60 ms takes %ju ms", (uintmax_t)(now_ms() - begin));
+	enum fi_wait_obj object = FI_WAIT_NONE;
+	OK(fi_control(&eq->fid, FI_GETWAITOBJ, &object));
+	ENSURE(object == FI_WAIT_FD, "the wait object is %d", object);
 	OK(fi_control(&eq->fid, FI_GETWAIT, &fd));
 	struct pollfd readable = { .fd = fd, .events = POLLIN };
 	fids[0] = &eq->fid;
@@ -949,6 +976,41 @@ static const char *options(size_t arg)
 	}
 	len = sizeof value;
 	GIVES(FI_ENOPROTOOPT, fi_getopt(&a.ep->fid, 7, FI_OPT_MIN_MULTI_RECV, &value, &len));
+	return NULL;
+}
+
+/* The default flags of an endpoint can be read and changed, separately for transmits and receives. */
+static const char *default_flags(size_t arg)
+{
+	struct setup how = { .selective = FI_SELECTIVE_COMPLETION };
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	uint64_t flags = FI_TRANSMIT;
+
+	(void)arg;
+	TRY(open_sides_as(&a, &b, &how));
+	OK(fi_control(&a.ep->fid, FI_GETOPSFLAG, &flags));
+	ENSURE(!flags, "the default flags are %#jx", (uintmax_t)flags);
+	flags = FI_TRANSMIT | FI_COMPLETION | FI_DELIVERY_COMPLETE;
+	OK(fi_control(&a.ep->fid, FI_SETOPSFLAG, &flags));
+	flags = FI_TRANSMIT;
+	OK(fi_control(&a.ep->fid, FI_GETOPSFLAG, &flags));
+	ENSURE(flags == (FI_COMPLETION | FI_DELIVERY_COMPLETE), "the flags are %#jx", (uintmax_t)flags);
+	flags = FI_RECV;
+	OK(fi_control(&a.ep->fid, FI_GETOPSFLAG, &flags));
+	ENSURE(!flags, "the flags of receives are %#jx", (uintmax_t)flags);
+	flags = FI_TRANSMIT | FI_RECV;
+	GIVES(FI_EINVAL, fi_control(&a.ep->fid, FI_GETOPSFLAG, &flags));
+	GIVES(FI_EINVAL, fi_control(&a.ep->fid, FI_SETOPSFLAG, NULL));
+	flags = FI_TRANSMIT | FI_COMMIT_COMPLETE;
+	GIVES(FI_EBADFLAGS, fi_control(&a.ep->fid, FI_SETOPSFLAG, &flags));
+	/* The queue is selective, so only a send with the new flags has an entry. */
+	OK(fi_recv(b.ep, in, 100, NULL, FI_ADDR_UNSPEC, &b));
+	OK(fi_send(a.ep, out, 100, NULL, a.peer, &flags));
+	move_both(&a, &b);
+	TRY(next(b.rx, &entry, NULL));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &flags, "the send has another context");
 	return NULL;
 }
 
@@ -2749,6 +2811,7 @@ static const struct test tests[] = {
 	{ "domains", domains, 0, 0, false },
 	{ "domain_in_use", domain_in_use, 0, 0, false },
 	{ "bindings", bindings, 0, 0, false },
+	{ "bindings_of_two_domains", bindings_of_two_domains, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
 	{ "queue_formats_context", queue_formats, FI_CQ_FORMAT_CONTEXT, 0, false },
 	{ "queue_formats_msg", queue_formats, FI_CQ_FORMAT_MSG, 0, false },
@@ -2763,6 +2826,7 @@ static const struct test tests[] = {
 	{ "counters", counters, 0, 0, false },
 	{ "counted", counted, 0, 0, false },
 	{ "options", options, 0, 0, false },
+	{ "default_flags", default_flags, 0, 0, false },
 	{ "vectors_map", vectors, FI_AV_MAP, 0, false },
 	{ "vectors_table", vectors, FI_AV_TABLE, 0, false },
 	{ "vectors_bad_map", vectors_bad, FI_AV_MAP, 0, false },

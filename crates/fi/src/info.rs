@@ -41,7 +41,7 @@ const ORDER: u64 = FI_ORDER_SAS
     | FI_ORDER_ATOMIC_WAR
     | FI_ORDER_ATOMIC_WAW;
 /// Flags of operations that a program may set as defaults.
-const OP_FLAGS: u64 = FI_COMPLETION
+pub const OP_FLAGS: u64 = FI_COMPLETION
     | FI_INJECT
     | FI_INJECT_COMPLETE
     | FI_TRANSMIT_COMPLETE

@@ -83,18 +83,20 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
             return Err(FI_EBUSY);
         }
         DOMAINS.remove(at);
+        super::eq::unbind(at);
         // SAFETY: the program does not use the object any more.
         unsafe { take::<DomainObject, _>(at) }?;
         Ok(0)
     })
 }
 
-unsafe extern "C" fn bind(_at: *mut fid, other: *mut fid, _flags: u64) -> c_int {
+unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, _flags: u64) -> c_int {
     ended_int(|| {
         // SAFETY: the pointer is null or an object (guaranteed by the caller).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
-        // A domain has no events, so binding an event queue has no effect.
+        // A domain has no events, so binding an event queue only keeps the queue open.
         if class == FI_CLASS_EQ as usize {
+            super::eq::bind(at, other);
             Ok(0)
         } else {
             Err(FI_EINVAL)

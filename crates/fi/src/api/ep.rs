@@ -13,6 +13,7 @@ use super::{atomic, av, message, rma};
 use crate::abi::*;
 use crate::address;
 use crate::endpoint::{Binding, Counts, Endpoint};
+use crate::info::OP_FLAGS;
 use crate::limits;
 use crate::verbs::Job;
 
@@ -180,6 +181,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
     ended_int(|| {
         // SAFETY: this process opened the object, and the program does not use it any more.
         let object = unsafe { take::<EpObject, _>(at) }?;
+        super::eq::unbind(at);
         let mut guard = object.domain.lock();
         let state = &mut *guard;
         if let Some(mut endpoint) = state.endpoints.remove(object.name) {
@@ -193,16 +195,21 @@ unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
     ended_int(|| {
         // SAFETY: the pointer is null or an object (guaranteed by the caller).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
-        // SAFETY: the class tells the type of the object.
-        let name = unsafe {
-            match u32::try_from(class).unwrap_or(0) {
-                FI_CLASS_CQ => known::<CqObject, _>(other)?.name,
-                FI_CLASS_AV => known::<AvObject, _>(other)?.name,
-                FI_CLASS_CNTR => known::<CntrObject, _>(other)?.name,
-                FI_CLASS_EQ => 0,
+        // SAFETY: the class tells the type of the object, and the endpoint was opened by this library (guaranteed by the caller).
+        let (name, domain, own) = unsafe {
+            let own = &known::<EpObject, _>(at)?.domain;
+            let (name, domain) = match u32::try_from(class).unwrap_or(0) {
+                FI_CLASS_CQ => known::<CqObject, _>(other).map(|o| (o.name, &o.domain))?,
+                FI_CLASS_AV => known::<AvObject, _>(other).map(|o| (o.name, &o.domain))?,
+                FI_CLASS_CNTR => known::<CntrObject, _>(other).map(|o| (o.name, &o.domain))?,
+                FI_CLASS_EQ => (0, own),
                 _ => return Err(FI_EINVAL),
-            }
+            };
+            (name, domain, own)
         };
+        if !Arc::ptr_eq(domain, own) {
+            return Err(FI_EDOMAIN);
+        }
         // SAFETY: this process opened the object.
         unsafe {
             with_endpoint(at, |endpoint, _| {
@@ -212,6 +219,9 @@ unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
                     return Err(FI_EOPBADSTATE);
                 }
                 attach(&mut endpoint.binding, class as u32, name, flags)?;
+                if class as u32 == FI_CLASS_EQ {
+                    super::eq::bind(at, other);
+                }
                 Ok(0)
             })
         }
@@ -253,14 +263,38 @@ fn attach(binding: &mut Binding, class: u32, name: u32, flags: u64) -> Result<()
     Ok(())
 }
 
-unsafe extern "C" fn control(at: *mut fid, command: c_int, _arg: *mut c_void) -> c_int {
+/// Reads or changes the default flags of one direction, which `flags` names by `FI_TRANSMIT` or `FI_RECV`.
+fn default_flags(binding: &mut Binding, command: c_int, flags: &mut u64) -> Result<(), c_int> {
+    let usual = match *flags & (FI_TRANSMIT | FI_RECV) {
+        FI_TRANSMIT => &mut binding.send_flags,
+        FI_RECV => &mut binding.receive_flags,
+        _ => return Err(FI_EINVAL),
+    };
+    if command == FI_GETOPSFLAG {
+        *flags = *usual;
+        return Ok(());
+    }
+    let wanted = *flags & !(FI_TRANSMIT | FI_RECV);
+    if wanted & !OP_FLAGS != 0 {
+        return Err(FI_EBADFLAGS);
+    }
+    *usual = wanted;
+    Ok(())
+}
+
+unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
-        if command != FI_ENABLE {
-            return Err(FI_ENOSYS);
-        }
-        // SAFETY: this process opened the object.
+        // SAFETY: the object was opened by this library; the argument is null or valid for the command (guaranteed by the caller).
         unsafe {
             with_endpoint(at, |endpoint, _| {
+                match command {
+                    FI_ENABLE => {}
+                    FI_GETOPSFLAG | FI_SETOPSFLAG => {
+                        let flags = arg.cast::<u64>().as_mut().ok_or(FI_EINVAL)?;
+                        return default_flags(&mut endpoint.binding, command, flags).map(|()| 0);
+                    }
+                    _ => return Err(FI_ENOSYS),
+                }
                 if endpoint.binding.vector.is_none() {
                     return Err(FI_ENOAV);
                 }

@@ -1,6 +1,6 @@
 //! Event queues, to which only the program itself writes: address vectors are filled synchronously, and there are no connections.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,8 @@ type Event = (u32, Vec<u8>);
 struct EventQueue {
     c: fid_eq,
     wait: Option<Wait>,
+    /// The kind of wait object that the program has requested.
+    object: u32,
     /// Whether the program may write events (`FI_WRITE`).
     writable: bool,
     /// The number of events that the queue can hold.
@@ -52,7 +54,8 @@ pub(crate) unsafe extern "C" fn open(
     ended_int(|| {
         // SAFETY: the caller passes null or a valid pointer.
         let attr = unsafe { attr.as_ref() };
-        let wait = match attr.map_or(FI_WAIT_NONE, |a| a.wait_obj) {
+        let object = attr.map_or(FI_WAIT_NONE, |a| a.wait_obj);
+        let wait = match object {
             FI_WAIT_NONE | FI_WAIT_UNSPEC => None,
             FI_WAIT_FD => Some(Wait::alone().ok_or(FI_ENOMEM)?),
             _ => return Err(FI_ENOSYS),
@@ -63,6 +66,7 @@ pub(crate) unsafe extern "C" fn open(
                 ops: &raw const EQ_OPS.0,
             },
             wait,
+            object,
             writable: attr.is_some_and(|a| a.flags & FI_WRITE != 0),
             room: attr.map_or(0, |a| a.size).max(limits::ENTRIES),
             events: Mutex::default(),
@@ -73,20 +77,46 @@ pub(crate) unsafe extern "C" fn open(
     })
 }
 
+/// The event queue of each object that is bound to one, by the address of the object.
+static BOUND: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+
+/// Remembers that an object is bound to an event queue, which cannot be closed before [`unbind`].
+pub(crate) fn bind<T>(object: *mut T, eq: *mut fid) {
+    let mut bound = BOUND.lock().unwrap_or_else(PoisonError::into_inner);
+    bound.insert(object.addr(), eq.addr());
+}
+
+/// Forgets the event queue of an object that is closed.
+pub(crate) fn unbind<T>(object: *mut T) {
+    let mut bound = BOUND.lock().unwrap_or_else(PoisonError::into_inner);
+    bound.remove(&object.addr());
+}
+
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
-    // SAFETY: this process opened the object, and the program does not use it any more.
-    ended_int(|| unsafe { take::<EventQueue, _>(at).map(|_| 0) })
+    ended_int(|| {
+        let bound = BOUND.lock().unwrap_or_else(PoisonError::into_inner);
+        if bound.values().any(|eq| *eq == at.addr()) {
+            return Err(FI_EBUSY);
+        }
+        drop(bound);
+        // SAFETY: this process opened the object, and the program does not use it any more.
+        unsafe { take::<EventQueue, _>(at) }?;
+        Ok(0)
+    })
 }
 
 unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
-        // SAFETY: the object was opened by this library; the argument is valid for writing a descriptor (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the argument is valid for writing a descriptor or the kind of a wait object
+        // (guaranteed by the caller).
         unsafe {
             let queue = known::<EventQueue, _>(at)?;
-            let (FI_GETWAIT, Some(wait)) = (command, &queue.wait) else {
-                return Err(FI_ENOSYS);
+            let answer = match (command, &queue.wait) {
+                (FI_GETWAIT, Some(wait)) => wait.fd(),
+                (FI_GETWAITOBJ, _) => queue.object as c_int,
+                _ => return Err(FI_ENOSYS),
             };
-            *arg.cast::<c_int>().as_mut().ok_or(FI_EINVAL)? = wait.fd();
+            *arg.cast::<c_int>().as_mut().ok_or(FI_EINVAL)? = answer;
         }
         Ok(0)
     })
