@@ -1246,6 +1246,12 @@ static const char *atomics(size_t arg)
 	OK(fi_fetch_atomic(a.ep, NULL, n, NULL, result, NULL, a.peer, at, key, FI_INT64, FI_ATOMIC_READ, &a));
 	TRY(next(a.tx, &entry, NULL));
 	ENSURE(result[n - 1] == 1000, "the atomic read returns another value");
+	/* A read has no operands: their list is ignored. */
+	struct fi_ioc into = { result, n };
+	result[n - 1] = 0;
+	OK(fi_fetch_atomicv(a.ep, NULL, NULL, 1, &into, NULL, 1, a.peer, at, key, FI_INT64, FI_ATOMIC_READ, &a));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(result[n - 1] == 1000, "the atomic read into a list returns another value");
 	for (size_t i = 0; i < n; i++)
 		target[i] = (int64_t)i + 1000;
 	OK(fi_compare_atomic(a.ep, operand, n, NULL, compare, NULL, result, NULL, a.peer, at, key, FI_INT64, FI_CSWAP, &a));

@@ -84,6 +84,23 @@ unsafe fn elements(
     Ok((memory, count))
 }
 
+/// Like [`elements`], for the operands of an operation. A read has none, and the list is ignored.
+///
+/// # Safety
+/// The requirements of [`elements`] apply, unless the operation is a read.
+unsafe fn operands(
+    list: *const fi_ioc,
+    n: usize,
+    datatype: u32,
+    op: u32,
+) -> Result<(UserMemory, usize), c_int> {
+    if op == FI_ATOMIC_READ {
+        return Ok((UserMemory::default(), 0));
+    }
+    // SAFETY: upheld by the caller.
+    unsafe { elements(list, n, datatype) }
+}
+
 /// Returns the memory of one buffer of elements.
 ///
 /// # Safety
@@ -162,7 +179,7 @@ unsafe fn of_message(
             return Err(FI_EINVAL);
         }
         let there = msg.rma_iov.as_ref().ok_or(FI_EINVAL)?;
-        let (operand, count) = elements(msg.msg_iov, msg.iov_count, msg.datatype)?;
+        let (operand, count) = operands(msg.msg_iov, msg.iov_count, msg.datatype, msg.op)?;
         if count != there.count && msg.op != FI_ATOMIC_READ {
             return Err(FI_EINVAL);
         }
@@ -244,7 +261,7 @@ calls! {
         _result_desc: *mut *mut c_void, results: usize, peer: FiAddr, addr: u64, key: u64, datatype: u32, op: u32,
         context: *mut c_void,
     ) {
-        let (operand, _) = elements(iov, n, datatype)?;
+        let (operand, _) = operands(iov, n, datatype, op)?;
         let (result, count) = elements(resultv, results, datatype)?;
         let what = What { peer, addr, key, datatype, op, count, class: Class::Fetch };
         operate(ep, what, Here { operand, result, ..Here::default() }, Some((context, None)))

@@ -40,8 +40,11 @@ const SEND_FLAGS: u64 = FI_COMPLETION
     | FI_REMOTE_CQ_DATA
     | FI_FENCE
     | FI_MORE;
-const RECEIVE_FLAGS: u64 = FI_COMPLETION | FI_MULTI_RECV | FI_MORE;
-const TAGGED_RECEIVE_FLAGS: u64 = FI_COMPLETION | FI_PEEK | FI_CLAIM | FI_DISCARD | FI_MORE;
+/// The content of a message is in memory when its receive completes, which is what the completion levels require of a receive.
+const RECEIVE_LEVELS: u64 = FI_TRANSMIT_COMPLETE | FI_DELIVERY_COMPLETE;
+const RECEIVE_FLAGS: u64 = FI_COMPLETION | FI_MULTI_RECV | FI_MORE | RECEIVE_LEVELS;
+const TAGGED_RECEIVE_FLAGS: u64 =
+    FI_COMPLETION | FI_PEEK | FI_CLAIM | FI_DISCARD | FI_MORE | RECEIVE_LEVELS;
 
 /// The properties of a message except its memory.
 #[derive(Clone, Copy, Default)]
@@ -216,8 +219,16 @@ calls! {
         if flags & !TAGGED_RECEIVE_FLAGS != 0 {
             return Err(FI_EBADFLAGS);
         }
+        if flags & FI_DISCARD != 0 && flags & (FI_PEEK | FI_CLAIM) == 0 {
+            return Err(FI_EINVAL);
+        }
         let what = What { ignore: msg.ignore, ..tagged(msg.addr, msg.tag) };
-        let memory = memory(UserMemory::list(msg.msg_iov, msg.iov_count))?;
+        // A search, or the end of a claimed message, uses no memory, and the program need not pass any.
+        let memory = if flags & (FI_PEEK | FI_DISCARD) != 0 {
+            UserMemory::default()
+        } else {
+            memory(UserMemory::list(msg.msg_iov, msg.iov_count))?
+        };
         receives(ep, memory, what, msg.context, Some(flags))
     }
 
