@@ -1207,7 +1207,26 @@ static const char *vectors_names(size_t type)
 	GIVES(FI_EINVAL, fi_av_insertsvc(av, "10.1.2.3", "no port", at, 0, NULL));
 	GIVES(FI_EINVAL, fi_av_insertsvc(av, "10.1.2.3", NULL, at, 0, NULL));
 	GIVES(FI_EBADFLAGS, fi_av_insertsvc(av, "10.1.2.3", "99", at, FI_SYNC_ERR, NULL));
-	GIVES(FI_ENOSYS, fi_av_insertsym(av, "10.1.2.3", 2, "99", 2, at, 0, NULL));
+	/* The services of a host come before the next host. */
+	static const struct {
+		const char *node;
+		uint16_t port;
+	} range[] = { { "10.1.2.255", 99 }, { "10.1.2.255", 100 }, { "10.1.3.0", 99 }, { "10.1.3.0", 100 } };
+	fi_addr_t each[4];
+	int errors[4];
+	ENSURE(fi_av_insertsym(av, "10.1.2.255", 2, "99", 2, each, FI_SYNC_ERR, errors) == 4, "a range of addresses");
+	for (size_t i = 0; i < COUNT(range); i++) {
+		struct sockaddr_in *name = (struct sockaddr_in *)&back;
+
+		len = sizeof back;
+		OK(fi_av_lookup(av, each[i], &back, &len));
+		ENSURE(!errors[i] && len == sizeof *name, "address %zu of the range: error %d", i, errors[i]);
+		ENSURE(name->sin_addr.s_addr == inet_addr(range[i].node) && ntohs(name->sin_port) == range[i].port,
+		       "address %zu of the range is another one", i);
+	}
+	ENSURE(fi_av_insertsym(av, "10.1.2.3", 1, "65535", 2, each, FI_SYNC_ERR, errors) == 1, "a range beyond the last port");
+	ENSURE(!errors[0] && errors[1] == FI_EINVAL && each[1] == FI_ADDR_NOTAVAIL, "the port after the last one");
+	GIVES(FI_EINVAL, fi_av_insertsym(av, "10.1.2.3", SIZE_MAX, "99", 2, each, 0, NULL));
 	return NULL;
 }
 

@@ -1,7 +1,7 @@
 //! Address vectors.
 
 use std::ffi::CStr;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 
 use libc::{c_char, c_int, c_void};
@@ -9,13 +9,14 @@ use libc::{c_char, c_int, c_void};
 use super::object::{AvObject, DomainObject, NONE, Table, ended_int, give, head, known, ops, take};
 use crate::abi::*;
 use crate::address::{LEN_V4, LEN_V6, Remote, Vector, port_of_service};
+use crate::limits;
 
 static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), NONE);
 static AV_OPS: Table<fi_ops_av> = Table(fi_ops_av {
     size: size_of::<fi_ops_av>(),
     insert: insert as *const (),
     insertsvc: insertsvc as *const (),
-    insertsym: NONE,
+    insertsym: insertsym as *const (),
     remove: remove as *const (),
     lookup: lookup as *const (),
     straddr: straddr as *const (),
@@ -100,6 +101,39 @@ fn add(object: &AvObject, peers: &[Option<Remote>], mut each: impl FnMut(usize, 
     added
 }
 
+/// Returns where the program wants the error of each insertion, if it does.
+fn errors_of(flags: u64, context: *mut c_void) -> Result<Option<*mut c_int>, c_int> {
+    let wants_errors = flags & FI_SYNC_ERR != 0;
+    if flags & !(FI_SYNC_ERR | FI_MORE) != 0 || (wants_errors && context.is_null()) {
+        return Err(FI_EBADFLAGS);
+    }
+    Ok(wants_errors.then_some(context.cast()))
+}
+
+/// Adds peers, and reports the index and the error of each.
+///
+/// # Safety
+/// `fi_addr` and `errors` are null or have an element for each peer.
+unsafe fn add_and_report(
+    object: &AvObject,
+    peers: &[Option<Remote>],
+    fi_addr: *mut FiAddr,
+    errors: Option<*mut c_int>,
+) -> isize {
+    add(object, peers, |i, at| {
+        // SAFETY: upheld by the caller.
+        unsafe {
+            if !fi_addr.is_null() {
+                *fi_addr.add(i) = at;
+            }
+            if let Some(errors) = errors {
+                let bad = at == FI_ADDR_NOTAVAIL;
+                *errors.add(i) = if bad { FI_EINVAL } else { 0 };
+            }
+        }
+    })
+}
+
 unsafe extern "C" fn insert(
     av: *mut fid_av,
     addr: *const c_void,
@@ -111,10 +145,7 @@ unsafe extern "C" fn insert(
     ended_int(|| {
         // SAFETY: this process opened the object.
         let object = unsafe { known::<AvObject, _>(av) }?;
-        let wants_errors = flags & FI_SYNC_ERR != 0;
-        if flags & !(FI_SYNC_ERR | FI_MORE) != 0 || (wants_errors && context.is_null()) {
-            return Err(FI_EBADFLAGS);
-        }
+        let errors = errors_of(flags, context)?;
         if addr.is_null() && count > 0 {
             return Err(FI_EINVAL);
         }
@@ -136,20 +167,33 @@ unsafe extern "C" fn insert(
             };
             peers.push(Remote::from_name(name));
         }
-        let added = add(object, &peers, |i, at| {
-            // SAFETY: the lists are null or have `count` elements (guaranteed by the caller).
-            unsafe {
-                if !fi_addr.is_null() {
-                    *fi_addr.add(i) = at;
-                }
-                if wants_errors {
-                    let bad = at == FI_ADDR_NOTAVAIL;
-                    *context.cast::<c_int>().add(i) = if bad { FI_EINVAL } else { 0 };
-                }
-            }
-        });
-        Ok(added)
+        // SAFETY: the lists are null or have `count` elements (guaranteed by the caller).
+        Ok(unsafe { add_and_report(object, &peers, fi_addr, errors) })
     })
+}
+
+/// Returns the host and the port that a program has named.
+///
+/// # Safety
+/// The texts are null or C strings.
+unsafe fn host_and_port<'a>(
+    node: *const c_char,
+    service: *const c_char,
+) -> Result<(&'a str, u16), c_int> {
+    if node.is_null() || service.is_null() {
+        return Err(FI_EINVAL);
+    }
+    // SAFETY: upheld by the caller.
+    let (node, service) = unsafe { (CStr::from_ptr(node), CStr::from_ptr(service)) };
+    let service = service.to_str().map_err(|_| FI_EINVAL)?;
+    let port = port_of_service(service).ok_or(FI_EINVAL)?;
+    Ok((node.to_str().map_err(|_| FI_EINVAL)?, port))
+}
+
+/// Returns the address of a host.
+fn address_of(node: &str) -> Option<IpAddr> {
+    let mut found = (node, 0).to_socket_addrs().ok()?;
+    found.next().map(|addr| addr.ip().to_canonical())
 }
 
 unsafe extern "C" fn insertsvc(
@@ -160,41 +204,63 @@ unsafe extern "C" fn insertsvc(
     flags: u64,
     context: *mut c_void,
 ) -> c_int {
-    ended_int(|| {
-        let wants_errors = flags & FI_SYNC_ERR != 0;
-        if flags & !(FI_SYNC_ERR | FI_MORE) != 0 || (wants_errors && context.is_null()) {
-            return Err(FI_EBADFLAGS);
+    // SAFETY: upheld by the caller.
+    unsafe { insertsym(av, node, 1, service, 1, fi_addr, flags, context) }
+}
+
+/// Returns the address of the host with the number `i` in a range that begins with `first`: an address, or a name that ends with a
+/// number.
+fn host_of_range(first: &str, i: usize) -> Option<IpAddr> {
+    if i == 0 {
+        return address_of(first);
+    }
+    match first.parse() {
+        Ok(IpAddr::V4(ip)) => {
+            let at = u32::from(ip).checked_add(u32::try_from(i).ok()?)?;
+            Some(Ipv4Addr::from(at).into())
         }
-        // SAFETY: the object was opened by this library; the strings are null or C strings (guaranteed by the caller).
-        let (object, node, service) = unsafe {
-            let object = known::<AvObject, _>(av)?;
-            if node.is_null() || service.is_null() {
-                return Err(FI_EINVAL);
-            }
-            (object, CStr::from_ptr(node), CStr::from_ptr(service))
-        };
-        let service = service.to_str().map_err(|_| FI_EINVAL)?;
-        let port = port_of_service(service).ok_or(FI_EINVAL)?;
-        let node = node.to_str().map_err(|_| FI_EINVAL)?;
-        let found: Option<SocketAddr> = (node, port)
-            .to_socket_addrs()
-            .ok()
-            .and_then(|mut a| a.next());
-        let peer = found.and_then(|addr| Remote::at(addr.ip().to_canonical(), addr.port(), 0));
-        let added = add(object, &[peer], |_, at| {
-            // SAFETY: `fi_addr` is null or writable, and with FI_SYNC_ERR `context` is the location of a status (guaranteed by the
-            // caller).
-            unsafe {
-                if let Some(to) = fi_addr.as_mut() {
-                    *to = at;
-                }
-                if wants_errors {
-                    let bad = at == FI_ADDR_NOTAVAIL;
-                    *context.cast::<c_int>() = if bad { FI_EINVAL } else { 0 };
-                }
-            }
-        });
-        Ok(added)
+        Ok(IpAddr::V6(ip)) => Some(Ipv6Addr::from(u128::from(ip).checked_add(i as u128)?).into()),
+        Err(_name) => address_of(&name_of_range(first, i)?),
+    }
+}
+
+/// Returns the name with the number `i` in a range that begins with `first`: `a1` follows `a0`, and `a10` follows `a09`.
+fn name_of_range(first: &str, i: usize) -> Option<String> {
+    let letters = first.trim_end_matches(|c: char| c.is_ascii_digit());
+    let digits = first.strip_prefix(letters)?;
+    let number: usize = digits.parse().ok()?;
+    let number = number.checked_add(i)?;
+    Some(format!("{letters}{number:0width$}", width = digits.len()))
+}
+
+unsafe extern "C" fn insertsym(
+    av: *mut fid_av,
+    node: *const c_char,
+    nodes: usize,
+    service: *const c_char,
+    services: usize,
+    fi_addr: *mut FiAddr,
+    flags: u64,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        let errors = errors_of(flags, context)?;
+        // SAFETY: the object was opened by this library; the texts are null or C strings (guaranteed by the caller).
+        let (object, (node, port)) =
+            unsafe { (known::<AvObject, _>(av)?, host_and_port(node, service)?) };
+        if nodes.saturating_mul(services.max(1)) > limits::PEERS {
+            return Err(FI_EINVAL);
+        }
+        let mut peers = Vec::with_capacity(nodes * services);
+        for host in 0..nodes {
+            let ip = host_of_range(node, host);
+            peers.extend((0..services).map(|i| {
+                let port = usize::from(port) + i;
+                Remote::at(ip?, u16::try_from(port).ok()?, 0)
+            }));
+        }
+        // SAFETY: the lists are null or have an element for each address (guaranteed by the caller).
+        Ok(unsafe { add_and_report(object, &peers, fi_addr, errors) })
     })
 }
 
@@ -306,4 +372,22 @@ unsafe extern "C" fn straddr(
         *len = text.len();
     }
     buf
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_of_hosts_counts_addresses_and_the_numbers_of_names() {
+        let ip = |text: &str| Some(text.parse().unwrap());
+        assert_eq!(host_of_range("10.1.1.254", 0), ip("10.1.1.254"));
+        assert_eq!(host_of_range("10.1.1.254", 3), ip("10.1.2.1"));
+        assert_eq!(host_of_range("2001:db8::ffff", 1), ip("2001:db8::1:0"));
+        assert_eq!(host_of_range("255.255.255.255", 1), None);
+        assert_eq!(name_of_range("host10", 2).as_deref(), Some("host12"));
+        assert_eq!(name_of_range("node09", 1).as_deref(), Some("node10"));
+        assert_eq!(name_of_range("host", 1), None);
+        assert_eq!(name_of_range("host18446744073709551615", 1), None);
+    }
 }
