@@ -979,6 +979,49 @@ static const char *options(size_t arg)
 	return NULL;
 }
 
+/* An alias is the same endpoint with other default flags. The endpoint is open until it and its aliases are closed. */
+static const char *aliases(size_t arg)
+{
+	struct setup how = { .selective = FI_SELECTIVE_COMPLETION };
+	uint64_t flags = FI_TRANSMIT, count;
+	struct fi_cq_tagged_entry entry;
+	struct fid_ep *alias = NULL;
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides_as(&a, &b, &how));
+	move_both(&a, &b);
+	GIVES(FI_EINVAL, fi_ep_alias(a.ep, &alias, FI_COMPLETION));
+	GIVES(FI_EINVAL, fi_ep_alias(a.ep, &alias, FI_TRANSMIT | FI_RECV));
+	GIVES(FI_EBADFLAGS, fi_ep_alias(a.ep, &alias, FI_TRANSMIT | FI_COMMIT_COMPLETE));
+	OK(fi_ep_alias(a.ep, &alias, FI_TRANSMIT | FI_COMPLETION));
+	keep(close_fid, alias, "alias");
+	ENSURE(alias != a.ep && alias->fid.fclass == FI_CLASS_EP, "the alias is no other endpoint");
+	OK(fi_control(&a.ep->fid, FI_GETOPSFLAG, &flags));
+	ENSURE(!flags, "the endpoint has the flags %#jx of the alias", (uintmax_t)flags);
+	/* The queue is selective: only the send of the alias has an entry. Both count for the endpoint's counter. */
+	count = fi_cntr_read(a.cntr);
+	for (size_t i = 0; i < 2; i++)
+		OK(fi_recv(b.ep, in, 100, NULL, b.peer, &b));
+	OK(fi_send(a.ep, out, 100, NULL, a.peer, &a));
+	OK(fi_send(alias, out, 100, NULL, a.peer, &alias));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &alias, "the entry is of the other send");
+	ENSURE(fi_cntr_read(a.cntr) == count + 2, "%ju sends are counted", (uintmax_t)(fi_cntr_read(a.cntr) - count));
+	for (size_t i = 0; i < 2; i++)
+		TRY(next(b.rx, &entry, NULL));
+	/* The alias works on when the endpoint itself is closed. */
+	ENSURE(!close_now(a.ep), "closing the endpoint");
+	GIVES(FI_EBUSY, fi_close(&a.av->fid));
+	OK(fi_recv(b.ep, in, 100, NULL, b.peer, &b));
+	OK(fi_send(alias, out, 100, NULL, a.peer, &alias));
+	TRY(next(a.tx, &entry, NULL));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(!close_now(alias), "closing the alias");
+	ENSURE(!close_now(a.av), "the address vector is still used");
+	return NULL;
+}
+
 /* The default flags of an endpoint can be read and changed, separately for transmits and receives. */
 static const char *default_flags(size_t arg)
 {
@@ -2849,6 +2892,7 @@ static const struct test tests[] = {
 	{ "counted", counted, 0, 0, false },
 	{ "options", options, 0, 0, false },
 	{ "default_flags", default_flags, 0, 0, false },
+	{ "aliases", aliases, 0, 0, false },
 	{ "vectors_map", vectors, FI_AV_MAP, 0, false },
 	{ "vectors_table", vectors, FI_AV_TABLE, 0, false },
 	{ "vectors_bad_map", vectors_bad, FI_AV_MAP, 0, false },

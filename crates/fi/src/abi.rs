@@ -58,6 +58,10 @@ c_types! {
         context: *mut c_void,
         ops: *const fi_ops,
     }
+    struct fi_alias {
+        fid: *mut *mut fid,
+        flags: u64,
+    }
     struct fi_ops {
         size: usize,
         close: Call,

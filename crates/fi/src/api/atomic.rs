@@ -2,7 +2,7 @@
 
 use libc::{c_int, c_void, iovec};
 
-use super::object::{Table, ended, ended_int, with_endpoint};
+use super::object::{Table, ended, ended_int, send_flags, with_endpoint};
 use crate::abi::*;
 use crate::atomics::{Class, Type, is_valid};
 use crate::endpoint::AtomicRequest;
@@ -141,8 +141,8 @@ unsafe fn operate(
 ) -> Result<isize, c_int> {
     // SAFETY: upheld by the caller.
     unsafe {
+        let usual = send_flags(ep)?;
         with_endpoint(ep, |endpoint, shared| {
-            let usual = endpoint.binding.send_flags;
             let request = AtomicRequest {
                 to: what.peer,
                 at: (what.addr, what.key),

@@ -1,10 +1,11 @@
 //! Endpoints: opening, binding, options.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use libc::{c_int, c_void};
 
-use super::object::{AvObject, CntrObject, CqObject};
+use super::object::{AvObject, CntrObject, CqObject, DefaultFlags};
 use super::object::{
     DomainObject, EpObject, NONE, Table, ended, ended_int, give, head, known, ops, take,
     with_endpoint,
@@ -141,8 +142,6 @@ pub(crate) unsafe extern "C" fn open(
         };
         let binding = Binding {
             caps: info.caps,
-            send_flags,
-            receive_flags,
             multi_min: limits::MULTI_RECV_MIN,
             ..Binding::default()
         };
@@ -170,7 +169,10 @@ pub(crate) unsafe extern "C" fn open(
             },
             domain: Arc::clone(domain),
             name,
-            rest: (),
+            rest: DefaultFlags {
+                send: send_flags.into(),
+                receive: receive_flags.into(),
+            },
         };
         // SAFETY: the caller passes null or a writable location.
         unsafe { give(object, ep) }
@@ -184,7 +186,11 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
         super::eq::unbind(at);
         let mut guard = object.domain.lock();
         let state = &mut *guard;
-        if let Some(mut endpoint) = state.endpoints.remove(object.name) {
+        let endpoint = state.endpoints.get_mut(object.name).ok_or(FI_EINVAL)?;
+        endpoint.objects -= 1;
+        if endpoint.objects == 0
+            && let Some(mut endpoint) = state.endpoints.remove(object.name)
+        {
             endpoint.close(&mut state.shared);
         }
         Ok(0)
@@ -263,38 +269,73 @@ fn attach(binding: &mut Binding, class: u32, name: u32, flags: u64) -> Result<()
     Ok(())
 }
 
-/// Reads or changes the default flags of one direction, which `flags` names by `FI_TRANSMIT` or `FI_RECV`.
-fn default_flags(binding: &mut Binding, command: c_int, flags: &mut u64) -> Result<(), c_int> {
-    let usual = match *flags & (FI_TRANSMIT | FI_RECV) {
-        FI_TRANSMIT => &mut binding.send_flags,
-        FI_RECV => &mut binding.receive_flags,
-        _ => return Err(FI_EINVAL),
-    };
-    if command == FI_GETOPSFLAG {
-        *flags = *usual;
-        return Ok(());
+/// Returns the default flags of the direction that `flags` names by `FI_TRANSMIT` or `FI_RECV`.
+fn of_direction(usual: &DefaultFlags, flags: u64) -> Result<&AtomicU64, c_int> {
+    match flags & (FI_TRANSMIT | FI_RECV) {
+        FI_TRANSMIT => Ok(&usual.send),
+        FI_RECV => Ok(&usual.receive),
+        _ => Err(FI_EINVAL),
     }
-    let wanted = *flags & !(FI_TRANSMIT | FI_RECV);
+}
+
+/// Changes the default flags of the direction that is in `flags`.
+fn set_flags(usual: &DefaultFlags, flags: u64) -> Result<(), c_int> {
+    let of_direction = of_direction(usual, flags)?;
+    let wanted = flags & !(FI_TRANSMIT | FI_RECV);
     if wanted & !OP_FLAGS != 0 {
         return Err(FI_EBADFLAGS);
     }
-    *usual = wanted;
+    of_direction.store(wanted, Ordering::Relaxed);
     Ok(())
+}
+
+/// Gives the program another object for an endpoint, with other default flags.
+///
+/// # Safety
+/// `to` is null or writable.
+unsafe fn give_alias(object: &EpObject, to: *mut *mut fid, flags: u64) -> Result<isize, c_int> {
+    let usual = |flags: &AtomicU64| AtomicU64::new(flags.load(Ordering::Relaxed));
+    let alias = EpObject {
+        fid: object.fid,
+        domain: Arc::clone(&object.domain),
+        name: object.name,
+        rest: DefaultFlags {
+            send: usual(&object.rest.send),
+            receive: usual(&object.rest.receive),
+        },
+    };
+    set_flags(&alias.rest, flags)?;
+    let mut state = object.domain.lock();
+    let endpoint = state.endpoints.get_mut(object.name).ok_or(FI_EINVAL)?;
+    // SAFETY: upheld by the caller.
+    let given = unsafe { give(alias, to) }?;
+    endpoint.objects += 1;
+    Ok(given)
 }
 
 unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
         // SAFETY: the object was opened by this library; the argument is null or valid for the command (guaranteed by the caller).
         unsafe {
-            with_endpoint(at, |endpoint, _| {
-                match command {
-                    FI_ENABLE => {}
-                    FI_GETOPSFLAG | FI_SETOPSFLAG => {
-                        let flags = arg.cast::<u64>().as_mut().ok_or(FI_EINVAL)?;
-                        return default_flags(&mut endpoint.binding, command, flags).map(|()| 0);
-                    }
-                    _ => return Err(FI_ENOSYS),
+            let object = known::<EpObject, _>(at)?;
+            match command {
+                FI_ENABLE => {}
+                FI_GETOPSFLAG => {
+                    let flags = arg.cast::<u64>().as_mut().ok_or(FI_EINVAL)?;
+                    *flags = of_direction(&object.rest, *flags)?.load(Ordering::Relaxed);
+                    return Ok(0);
                 }
+                FI_SETOPSFLAG => {
+                    let flags = *arg.cast::<u64>().as_ref().ok_or(FI_EINVAL)?;
+                    return set_flags(&object.rest, flags).map(|()| 0);
+                }
+                FI_ALIAS => {
+                    let alias = arg.cast::<fi_alias>().as_ref().ok_or(FI_EINVAL)?;
+                    return give_alias(object, alias.fid, alias.flags);
+                }
+                _ => return Err(FI_ENOSYS),
+            }
+            with_endpoint(at, |endpoint, _| {
                 if endpoint.binding.vector.is_none() {
                     return Err(FI_ENOAV);
                 }

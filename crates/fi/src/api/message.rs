@@ -2,7 +2,7 @@
 
 use libc::{c_int, c_void, iovec};
 
-use super::object::{Table, ended, with_endpoint};
+use super::object::{Table, ended, receive_flags, send_flags, with_endpoint};
 use crate::abi::*;
 use crate::endpoint::{Outgoing, Wanted};
 use crate::memory::UserMemory;
@@ -71,6 +71,7 @@ unsafe fn sends(
 ) -> Result<isize, c_int> {
     // SAFETY: upheld by the caller.
     unsafe {
+        let usual = send_flags(ep)?;
         with_endpoint(ep, |endpoint, shared| {
             let message = Outgoing {
                 to: what.peer,
@@ -78,7 +79,7 @@ unsafe fn sends(
                 tag: what.tag,
                 data: what.data,
                 context: context.expose_provenance(),
-                flags: flags.unwrap_or(endpoint.binding.send_flags),
+                flags: flags.unwrap_or(usual),
                 silent: what.silent,
             };
             endpoint.send(shared, &message).map(|()| 0)
@@ -97,13 +98,13 @@ unsafe fn receives(
 ) -> Result<isize, c_int> {
     // SAFETY: upheld by the caller.
     unsafe {
+        // Only a receive without a tag can receive several messages. For a receive with a tag, FI_MULTI_RECV is removed from
+        // the default flags of the endpoint.
+        let usual = match what.tag {
+            Some(_) => receive_flags(ep)? & !FI_MULTI_RECV,
+            None => receive_flags(ep)?,
+        };
         with_endpoint(ep, |endpoint, shared| {
-            // Only a receive without a tag can receive several messages. For a receive with a tag, FI_MULTI_RECV is removed from
-            // the default flags of the endpoint.
-            let usual = match what.tag {
-                Some(_) => endpoint.binding.receive_flags & !FI_MULTI_RECV,
-                None => endpoint.binding.receive_flags,
-            };
             let wanted = Wanted {
                 source: what.peer,
                 memory,

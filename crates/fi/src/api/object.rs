@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use libc::c_int;
 
@@ -47,9 +47,18 @@ pub(crate) type AvObject = Object<fid_av>;
 /// A counter of the program.
 pub(crate) type CntrObject = Object<fid_cntr>;
 /// An endpoint of the program.
-pub(crate) type EpObject = Object<fid_ep>;
+pub(crate) type EpObject = Object<fid_ep, DefaultFlags>;
 /// A completion queue of the program.
 pub(crate) type CqObject = Object<fid_cq, Waiting>;
+
+/// The flags of operations for which the program passes none. The aliases of an endpoint differ in them.
+#[derive(Debug, Default)]
+pub(crate) struct DefaultFlags {
+    /// The flags of sends, reads, writes and atomic operations.
+    pub(crate) send: AtomicU64,
+    /// The flags of receives.
+    pub(crate) receive: AtomicU64,
+}
 
 /// The additional fields of a completion queue.
 pub(crate) struct Waiting {
@@ -135,6 +144,24 @@ pub(crate) fn head(class: u32, context: *mut libc::c_void, ops: &'static Table<f
         context,
         ops: &raw const ops.0,
     }
+}
+
+/// Returns the default flags of sends, reads, writes and atomic operations.
+///
+/// # Safety
+/// `at` is null or an endpoint of the program.
+pub(crate) unsafe fn send_flags<F>(at: *mut F) -> Result<u64, c_int> {
+    // SAFETY: upheld by the caller.
+    unsafe { known::<EpObject, _>(at) }.map(|object| object.rest.send.load(Ordering::Relaxed))
+}
+
+/// Returns the default flags of receives.
+///
+/// # Safety
+/// `at` is null or an endpoint of the program.
+pub(crate) unsafe fn receive_flags<F>(at: *mut F) -> Result<u64, c_int> {
+    // SAFETY: upheld by the caller.
+    unsafe { known::<EpObject, _>(at) }.map(|object| object.rest.receive.load(Ordering::Relaxed))
 }
 
 /// Calls a function with an endpoint and the shared state, with the domain locked.

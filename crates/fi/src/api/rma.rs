@@ -2,7 +2,7 @@
 
 use libc::{c_int, c_void, iovec};
 
-use super::object::{Table, ended, with_endpoint};
+use super::object::{Table, ended, send_flags, with_endpoint};
 use crate::abi::*;
 use crate::endpoint::OneSidedRequest;
 use crate::memory::UserMemory;
@@ -58,12 +58,12 @@ unsafe fn access(
 ) -> Result<isize, c_int> {
     // SAFETY: upheld by the caller.
     unsafe {
+        let (context, flags, silent) = match end {
+            End::Usual(context) => (context, send_flags(ep)?, false),
+            End::Flags(context, flags) => (context, flags, false),
+            End::Silent => (0, FI_INJECT, true),
+        };
         with_endpoint(ep, |endpoint, shared| {
-            let (context, flags, silent) = match end {
-                End::Usual(context) => (context, endpoint.binding.send_flags, false),
-                End::Flags(context, flags) => (context, flags, false),
-                End::Silent => (0, FI_INJECT, true),
-            };
             let request = OneSidedRequest {
                 to: there.peer,
                 memory,

@@ -464,10 +464,6 @@ pub struct Binding {
     pub counters: [Option<u32>; 6],
     /// The capabilities that the program requested.
     pub caps: u64,
-    /// The default flags of outgoing operations.
-    pub send_flags: u64,
-    /// The default flags of receives.
-    pub receive_flags: u64,
     /// A multi-receive buffer is returned to the program when fewer bytes than this remain in it.
     pub multi_min: usize,
 }
@@ -514,6 +510,8 @@ pub struct Endpoint {
     pub binding: Binding,
     /// Whether the endpoint was enabled.
     pub enabled: bool,
+    /// The number of objects of the program for this endpoint: one, and its aliases.
+    pub objects: usize,
     name: Remote,
     gid_index: u8,
     job: Job,
@@ -607,6 +605,7 @@ impl Endpoint {
             free_slots: (0..count).rev().collect(),
             binding,
             enabled: false,
+            objects: 1,
             name,
             gid_index,
             job,
