@@ -503,6 +503,7 @@ static const char *bindings(size_t arg)
 	struct fi_cq_attr cq_attr = { 0 };
 	struct fi_av_attr av_attr = { 0 };
 	struct fi_cntr_attr unknown = { .events = 77 }, flagged = { .flags = 1 }, waits = { .wait_obj = FI_WAIT_FD };
+	struct fi_cntr_attr yields = { .wait_obj = FI_WAIT_YIELD };
 	struct fid_cntr *cntr, *none;
 	struct fid_domain *domain;
 	struct fid_cq *cq;
@@ -521,7 +522,7 @@ static const char *bindings(size_t arg)
 	keep(close_fid, cq, "queue");
 	OK(fi_av_open(domain, &av_attr, &av, NULL));
 	keep(close_fid, av, "address vector");
-	OK(fi_cntr_open(domain, NULL, &cntr, NULL));
+	OK(fi_cntr_open(domain, &yields, &cntr, NULL));
 	keep(close_fid, cntr, "counter");
 	GIVES(FI_ENOSYS, fi_cntr_open(domain, &unknown, &none, NULL));
 	GIVES(FI_EINVAL, fi_cntr_open(domain, &flagged, &none, NULL));
@@ -555,6 +556,7 @@ static const char *bindings(size_t arg)
 	OK(fi_ep_bind(ep, &cq->fid, FI_RECV));
 	OK(fi_enable(ep));
 	ENSURE(!close_now(ep) && !close_now(cntr) && !close_now(cq) && !close_now(av), "closing");
+	GIVES(FI_EBADFLAGS, fi_domain_bind(domain, &eq->fid, FI_REG_MR));
 	OK(fi_domain_bind(domain, &eq->fid, 0));
 	GIVES(FI_EBUSY, fi_close(&eq->fid));
 	ENSURE(!close_now(domain) && !close_now(eq), "closing the domain and its event queue");
@@ -593,7 +595,7 @@ static const char *queues(size_t arg)
 		      { FI_WAIT_FD, 0 },
 		      { FI_WAIT_SET, FI_ENOSYS },
 		      { FI_WAIT_MUTEX_COND, FI_ENOSYS },
-		      { FI_WAIT_YIELD, FI_ENOSYS } };
+		      { FI_WAIT_YIELD, 0 } };
 	struct fid_domain *domain;
 	struct fid_cq *cq;
 
@@ -610,7 +612,7 @@ static const char *queues(size_t arg)
 	}
 	for (size_t i = 0; i < COUNT(waits); i++) {
 		struct fi_cq_attr attr = { .format = FI_CQ_FORMAT_MSG, .wait_obj = waits[i].object, .flags = FI_AFFINITY };
-		enum fi_wait_obj kind = FI_WAIT_YIELD;
+		enum fi_wait_obj kind = FI_WAIT_SET;
 		struct fi_cq_msg_entry entry;
 		int fd = -1;
 		int rc = fi_cq_open(domain, &attr, &cq, NULL);
@@ -620,8 +622,10 @@ static const char *queues(size_t arg)
 			continue;
 		keep(close_fid, cq, "queue");
 		OK(fi_control(&cq->fid, FI_GETWAITOBJ, &kind));
-		ENSURE(kind == (waits[i].object == FI_WAIT_NONE ? FI_WAIT_NONE : FI_WAIT_FD), "wait object %d is %d",
+		ENSURE(kind == (waits[i].object == FI_WAIT_UNSPEC ? FI_WAIT_FD : waits[i].object), "wait object %d is %d",
 		       waits[i].object, kind);
+		if (kind == FI_WAIT_YIELD)
+			GIVES(FI_ENOSYS, fi_control(&cq->fid, FI_GETWAIT, &fd));
 		uint64_t begin = now_ms();
 		ssize_t n = fi_cq_sread(cq, &entry, 1, NULL, 60);
 		if (waits[i].object == FI_WAIT_NONE) {
@@ -1501,7 +1505,8 @@ static const char *next_by(enum how how, struct side *e, struct fid_cq *cq, stru
 	}
 	if (how == POLL)
 		return next(cq, entry, NULL);
-	OK(fi_control(&cq->fid, FI_GETWAIT, &readable.fd));
+	if (how == DESCRIPTOR)
+		OK(fi_control(&cq->fid, FI_GETWAIT, &readable.fd));
 	while (n == -FI_EAGAIN) {
 		ENSURE(now_ms() < until, "no completion arrives");
 		move_all();
@@ -2172,14 +2177,14 @@ static const char *multi_recv_by_default(size_t arg)
 /* ---------------------------------------------------------------- patterns of traffic */
 
 /* A test whose messages have tags gets the sum of the way to wait and this number as its argument. */
-enum { TAGS = HOWS };
+enum { TAGS = HOWS, YIELDS = 2 * TAGS };
 
 /* Messages go back and forth. `arg` is the way to wait, plus TAGS if the messages have tags. */
 static const char *pingpong(size_t arg)
 {
 	bool tagged = arg >= TAGS;
 	enum how how = arg % HOWS;
-	struct setup set = { .counts = FI_RECV };
+	struct setup set = { .counts = FI_RECV, .cq.wait_obj = arg >= YIELDS ? FI_WAIT_YIELD : FI_WAIT_FD };
 	struct fi_cq_tagged_entry entry;
 	struct side a, b, *ends[2] = { &a, &b };
 	uint64_t received = 0;
@@ -2926,6 +2931,7 @@ static const struct test tests[] = {
 	{ "pingpong_counter", pingpong, COUNTER, 0, false },
 	{ "pingpong_tagged_poll", pingpong, TAGS + POLL, 0, false },
 	{ "pingpong_tagged_sread", pingpong, TAGS + SREAD, 0, false },
+	{ "pingpong_tagged_yield", pingpong, YIELDS + SREAD, 0, false },
 	{ "pingpong_tagged_fd", pingpong, TAGS + DESCRIPTOR, 0, false },
 	{ "pingpong_tagged_counter", pingpong, TAGS + COUNTER, 0, false },
 	{ "bandwidth", bandwidth, 0, 0, false },

@@ -610,6 +610,7 @@ c_consts! {
     FI_WAIT_NONE: u32 = 0;
     FI_WAIT_UNSPEC: u32 = 1;
     FI_WAIT_FD: u32 = 3;
+    FI_WAIT_YIELD: u32 = 5;
 
     FI_GETWAIT: c_int = 5;
     FI_ENABLE: c_int = 6;

@@ -33,8 +33,9 @@ pub(crate) unsafe extern "C" fn open(
         // SAFETY: upheld by the caller.
         let (domain, attr) = unsafe { (&known::<DomainObject, _>(domain)?.domain, attr.as_ref()) };
         if let Some(attr) = attr {
-            // Completions are counted, not bytes.
-            if attr.events != 0 || !matches!(attr.wait_obj, FI_WAIT_NONE | FI_WAIT_UNSPEC) {
+            // Completions are counted, not bytes, and a wait yields the processor again and again.
+            let yields = matches!(attr.wait_obj, FI_WAIT_NONE | FI_WAIT_UNSPEC | FI_WAIT_YIELD);
+            if attr.events != 0 || !yields {
                 return Err(FI_ENOSYS);
             }
             if attr.flags != 0 {

@@ -46,9 +46,12 @@ pub(crate) unsafe extern "C" fn open(
         if attr.format > FI_CQ_FORMAT_TAGGED || attr.flags & !FI_AFFINITY != 0 {
             return Err(FI_EINVAL);
         }
-        let wait = match attr.wait_obj {
-            FI_WAIT_NONE => None,
-            FI_WAIT_UNSPEC | FI_WAIT_FD => Some(Wait::new(domain.channel.fd()).ok_or(FI_ENOMEM)?),
+        let (object, wait) = match attr.wait_obj {
+            FI_WAIT_NONE | FI_WAIT_YIELD => (attr.wait_obj, None),
+            FI_WAIT_UNSPEC | FI_WAIT_FD => {
+                let wait = Wait::new(domain.channel.fd()).ok_or(FI_ENOMEM)?;
+                (FI_WAIT_FD, Some(wait))
+            }
             _ => return Err(FI_ENOSYS),
         };
         let mut queue = Queue::new(attr.format);
@@ -63,6 +66,7 @@ pub(crate) unsafe extern "C" fn open(
             name: name.map_err(|_full| FI_ENOMEM)?,
             rest: Waiting {
                 wait,
+                object,
                 signaled: AtomicBool::new(false),
             },
         };
@@ -95,11 +99,10 @@ unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> 
         // SAFETY: the object was opened by this library; the argument is valid for writing a descriptor or the kind of a wait object
         // (guaranteed by the caller).
         unsafe {
-            let wait = &known::<CqObject, _>(at)?.rest.wait;
-            let answer = match (command, wait) {
+            let waiting = &known::<CqObject, _>(at)?.rest;
+            let answer = match (command, &waiting.wait) {
                 (FI_GETWAIT, Some(wait)) => wait.fd(),
-                (FI_GETWAITOBJ, Some(_)) => FI_WAIT_FD as c_int,
-                (FI_GETWAITOBJ, None) => FI_WAIT_NONE as c_int,
+                (FI_GETWAITOBJ, _) => waiting.object as c_int,
                 _ => return Err(FI_ENOSYS),
             };
             *arg.cast::<c_int>().as_mut().ok_or(FI_EINVAL)? = answer;
@@ -307,9 +310,9 @@ unsafe fn wait_for_entries(
 ) -> Result<isize, c_int> {
     // SAFETY: upheld by the caller.
     let object = unsafe { known::<CqObject, _>(cq) }?;
-    let Some(wait) = &object.rest.wait else {
-        return Err(FI_ENOSYS); // The program opened the queue without a wait object.
-    };
+    if object.rest.object == FI_WAIT_NONE {
+        return Err(FI_ENOSYS);
+    }
     let limit = u64::try_from(timeout).ok().map(Duration::from_millis);
     let begin = Instant::now();
     loop {
@@ -322,6 +325,10 @@ unsafe fn wait_for_entries(
         if object.rest.signaled.swap(false, Ordering::AcqRel) || left == Some(Duration::ZERO) {
             return Err(FI_EAGAIN);
         }
+        let Some(wait) = &object.rest.wait else {
+            std::thread::yield_now();
+            continue;
+        };
         if begin.elapsed() < limits::SPIN {
             continue;
         }
@@ -362,9 +369,13 @@ unsafe extern "C" fn signal(cq: *mut fid_cq) -> c_int {
     ended_int(|| {
         // SAFETY: this process opened the object.
         let object = unsafe { known::<CqObject, _>(cq) }?;
-        let wait = object.rest.wait.as_ref().ok_or(FI_ENOSYS)?;
+        if object.rest.object == FI_WAIT_NONE {
+            return Err(FI_ENOSYS);
+        }
         object.rest.signaled.store(true, Ordering::Release);
-        raise(wait.event());
+        if let Some(wait) = &object.rest.wait {
+            raise(wait.event());
+        }
         Ok(0)
     })
 }

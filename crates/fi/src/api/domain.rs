@@ -90,8 +90,12 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
     })
 }
 
-unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, _flags: u64) -> c_int {
+unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
     ended_int(|| {
+        // With FI_REG_MR, registrations would have to report their end as events.
+        if flags != 0 {
+            return Err(FI_EBADFLAGS);
+        }
         // SAFETY: the pointer is null or an object (guaranteed by the caller).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
         // A domain has no events, so binding an event queue only keeps the queue open.

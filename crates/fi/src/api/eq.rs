@@ -56,7 +56,7 @@ pub(crate) unsafe extern "C" fn open(
         let attr = unsafe { attr.as_ref() };
         let object = attr.map_or(FI_WAIT_NONE, |a| a.wait_obj);
         let wait = match object {
-            FI_WAIT_NONE | FI_WAIT_UNSPEC => None,
+            FI_WAIT_NONE | FI_WAIT_UNSPEC | FI_WAIT_YIELD => None,
             FI_WAIT_FD => Some(Wait::alone().ok_or(FI_ENOMEM)?),
             _ => return Err(FI_ENOSYS),
         };

@@ -62,8 +62,10 @@ pub(crate) struct DefaultFlags {
 
 /// The additional fields of a completion queue.
 pub(crate) struct Waiting {
-    /// The descriptors to wait for, if the program opened the queue with a wait object.
+    /// The descriptors to wait for, if the program opened the queue with them.
     pub(crate) wait: Option<Wait>,
+    /// The kind of wait object: `FI_WAIT_FD`, `FI_WAIT_YIELD` or `FI_WAIT_NONE`.
+    pub(crate) object: u32,
     /// Whether `fi_cq_signal` was called, after which a waiting thread must return.
     pub(crate) signaled: AtomicBool,
 }
