@@ -53,6 +53,7 @@ static const struct hint hints_of_one_field[] = {
 	HINT(INFO, fi_info, caps, FI_TAGGED | FI_RECV, CONTAINS),
 	HINT(INFO, fi_info, caps, FI_MSG | FI_SEND | FI_RECV | FI_MULTI_RECV, CONTAINS),
 	HINT(INFO, fi_info, caps, FI_RMA | FI_READ | FI_REMOTE_WRITE, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_RMA | FI_RECV, CONTAINS),
 	HINT(INFO, fi_info, caps, FI_ATOMIC, CONTAINS),
 	HINT(INFO, fi_info, caps, FI_MSG | FI_SOURCE | FI_DIRECTED_RECV | FI_FENCE, CONTAINS),
 	HINT(INFO, fi_info, caps, FI_MSG | FI_LOCAL_COMM | FI_REMOTE_COMM, CONTAINS),

@@ -248,33 +248,27 @@ impl Hints {
                 "memory registration requires FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY",
             );
         }
-        // Hints that name a kind of operation but no direction request all directions.
         let kinds = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC;
+        let named = wanted & MODIFIERS;
         let mut caps = wanted & (kinds | FI_DIRECTED_RECV) | SECONDARY;
         if wanted & kinds == 0 {
             caps |= FI_MSG | FI_TAGGED | FI_DIRECTED_RECV;
             if mr_mode.is_some() {
                 caps |= FI_RMA | FI_ATOMIC;
+            } else if named & MEMORY != 0 {
+                return Err("accesses to memory are requested without a mode of registration");
             }
         }
-        let directions = |caps: u64| {
-            let messages = if caps & (FI_MSG | FI_TAGGED) != 0 {
-                FI_SEND | FI_RECV
-            } else {
-                0
-            };
-            let memory = if caps & (FI_RMA | FI_ATOMIC) != 0 {
-                MEMORY & MODIFIERS
-            } else {
-                0
-            };
-            messages | memory
-        };
-        let named = wanted & MODIFIERS;
-        caps |= match named {
-            0 => directions(caps),
-            named => named & directions(caps),
-        };
+        // Hints that name a kind of operation but none of its directions request all of them.
+        caps |= named;
+        for (kinds, directions) in [
+            (FI_MSG | FI_TAGGED, MESSAGES & MODIFIERS),
+            (FI_RMA | FI_ATOMIC, MEMORY & MODIFIERS),
+        ] {
+            if caps & kinds != 0 && named & directions == 0 {
+                caps |= directions;
+            }
+        }
         let mr_mode = if caps & (FI_RMA | FI_ATOMIC) == 0 {
             0
         } else {
@@ -671,6 +665,26 @@ mod tests {
         assert_eq!((without.caps & FI_RMA, without.mr_mode), (0, 0));
         let named = asks(FI_MSG | FI_SEND, 0).answer(NOW).unwrap();
         assert_eq!(named.caps & MODIFIERS, FI_SEND);
+    }
+
+    #[test]
+    fn directions_are_those_requested_or_all_of_a_kind() {
+        let both = FI_MSG | FI_RMA;
+        for (wanted, directions) in [
+            (FI_MSG, FI_SEND | FI_RECV),
+            (FI_RMA, MEMORY & MODIFIERS),
+            (both, MODIFIERS),
+            (both | FI_WRITE, FI_SEND | FI_RECV | FI_WRITE),
+            (both | FI_SEND, FI_SEND | MEMORY & MODIFIERS),
+            (both | FI_RECV | FI_READ, FI_RECV | FI_READ),
+            (FI_RMA | FI_RECV, FI_RECV | MEMORY & MODIFIERS),
+            (FI_SEND, FI_SEND | MEMORY & MODIFIERS),
+        ] {
+            let answer = asks(wanted, MR_MODE).answer(NOW).unwrap();
+            assert_eq!(answer.caps & MODIFIERS, directions, "{wanted:#x}");
+            assert_eq!(answer.caps & wanted, wanted);
+        }
+        assert!(asks(FI_READ, 0).answer(NOW).is_err());
     }
 
     #[test]
