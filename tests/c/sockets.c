@@ -564,6 +564,38 @@ static const char *closed_by_both(size_t writes)
 	return is_quiet(set);
 }
 
+/* A set has two descriptors. Members are added by either one, and the first one is closed. */
+static const char *copied_set(size_t arg)
+{
+	static char block[60000];
+	struct pair p;
+	size_t total = 0;
+	ssize_t n;
+	int set, copy;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(nonblocking(p.a));
+	TRY(new_set(&set));
+	copy = fcntl(set, F_DUPFD_CLOEXEC, 3);
+	ENSURE(copy >= 0, "F_DUPFD_CLOEXEC: %s", strerror(errno));
+	keep_fd(copy);
+	TRY(add(copy, p.a, EPOLLOUT | EPOLLET, 1));
+	TRY(add(set, p.b, EPOLLIN, 2));
+	TRY(reports(set, EPOLLOUT, 1));
+	while ((n = write(p.a, block, sizeof block)) > 0)
+		total += (size_t)n;
+	TRY(reports(set, EPOLLIN, 2));
+	ENSURE(!close(set), "close: %s", strerror(errno));
+	TRY(take_all(p.b, total));
+	TRY(reports(copy, EPOLLOUT, 1));
+	TRY(drop(copy, p.a));
+	TRY(text(p.a, "a"));
+	TRY(reports(copy, EPOLLIN, 2));
+	TRY(takes(p.b, "a"));
+	return is_quiet(copy);
+}
+
 /* A set is a member of another set, and poll and select wait for the events of a set. */
 static const char *nested(size_t arg)
 {
@@ -2907,6 +2939,7 @@ static const struct test tests[] = {
 	{ "added_before_edge", added_before, 1, 0, false },
 	{ "closed_by_both", closed_by_both, 0, 0, false },
 	{ "closed_by_both_late", closed_by_both, 1, 0, false },
+	{ "copied_set", copied_set, 0, 0, false },
 	{ "closed_copy", closed, 1, 0, false },
 	{ "nested", nested, 0, 0, false },
 	{ "woken", woken, 0, 0, false },

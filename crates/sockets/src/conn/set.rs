@@ -46,6 +46,8 @@ const BELL: u64 = 0x616e_7977_6172_7021;
 #[derive(Debug)]
 pub struct Set {
     inner: Mutex<Inner>,
+    /// The number of descriptors.
+    numbers: AtomicUsize,
     /// The number of connections in the set that are not plain.
     members: AtomicUsize,
     /// The number of threads that wait in the kernel.
@@ -56,6 +58,7 @@ pub struct Set {
 
 #[derive(Debug, Default)]
 struct Inner {
+    /// A descriptor of the set.
     epfd: c_int,
     /// The process that has created the set.
     maker: u32,
@@ -122,8 +125,13 @@ pub fn hold() -> Held {
     let free = FREE.lock();
     let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
     let (mut sets, mut lost) = (Vec::new(), Vec::new());
+    let mut seen: Vec<&'static Set> = Vec::new();
     table::for_each(|_, entry| {
         let Entry::Set(set) = entry else { return };
+        if seen.iter().any(|s| std::ptr::eq(*s, set)) {
+            return;
+        }
+        seen.push(set);
         let inner = loop {
             match set.inner.try_lock() {
                 None if Instant::now() < until => std::thread::yield_now(),
@@ -174,11 +182,13 @@ impl Set {
         let set = free.unwrap_or_else(|| {
             Box::leak(Box::new(Self {
                 inner: Mutex::new(Inner::default()),
+                numbers: AtomicUsize::new(0),
                 members: AtomicUsize::new(0),
                 waiters: AtomicUsize::new(0),
                 filled: AtomicBool::new(false),
             }))
         });
+        set.numbers.store(1, Ordering::Relaxed);
         let mut inner = set.lock();
         inner.epfd = epfd;
         inner.maker = owner::me();
@@ -195,7 +205,26 @@ impl Set {
         self.members.load(Ordering::Acquire) > 0
     }
 
-    /// Handles the end of the set: the program closed its descriptor.
+    /// Records another descriptor of the set.
+    pub fn add_number(&self) {
+        self.numbers.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Called when the program closes the descriptor `fd`, which is not in the table any more. Returns whether it was the last one.
+    pub fn drop_number(&'static self, fd: c_int) -> bool {
+        if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 {
+            return true;
+        }
+        let mut inner = self.lock();
+        if inner.epfd == fd
+            && let Some(copy) = table::find(Entry::Set(self))
+        {
+            inner.epfd = copy;
+        }
+        false
+    }
+
+    /// Handles the end of the set: the program closed its last descriptor.
     pub fn closing(&'static self) {
         let mut inner = self.lock();
         if let Some(bell) = inner.bell.take() {

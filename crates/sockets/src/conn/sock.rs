@@ -6,7 +6,7 @@
 
 use crate::conn::set::{Set, for_carrier};
 use crate::conn::show;
-use crate::conn::table;
+use crate::conn::table::{self, Entry};
 use crate::conn::worker;
 use crate::limits;
 use crate::log;
@@ -915,7 +915,7 @@ impl Sock {
         let mut inner = lock(&self.inner);
         // If the program has closed `fd` meanwhile, the bytes belong to another descriptor of the connection, if it has one.
         let fd = if self.is_closed(fd) {
-            match table::find(self) {
+            match table::find(Entry::Sock(self)) {
                 Some(other) => other,
                 None => return (inner, Got::Closed, stays),
             }
@@ -1327,7 +1327,7 @@ impl Sock {
             && self.is_used_here()
             && let Some(((), pending)) = self.with(|s| s.uncork(fd))
             && pending != Pending::Nothing
-            && let Some(copy) = table::find(self)
+            && let Some(copy) = table::find(Entry::Sock(self))
         {
             // The worker may know the stream by this descriptor only.
             worker::watch(copy, self, pending);

@@ -219,11 +219,11 @@ pub fn forget(fd: c_int, sock: &'static Sock) -> bool {
     })
 }
 
-/// Returns a descriptor of the connection.
-pub fn find(sock: &'static Sock) -> Option<c_int> {
+/// Returns a descriptor of the connection or the set.
+pub fn find(of: Entry) -> Option<c_int> {
     let mut found = None;
     for_each(|fd, entry| {
-        if matches!(entry, Entry::Sock(s) if std::ptr::eq(s, sock)) {
+        if entry.word() == of.word() {
             found = Some(fd);
         }
     });

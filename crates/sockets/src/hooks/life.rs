@@ -29,8 +29,10 @@ fn set_entry(fd: c_int, entry: Entry) {
     match table::replace(fd, entry) {
         Entry::Sock(sock) => sock.closing(fd),
         Entry::Set(set) => {
-            early::forget_set(set);
-            set.closing();
+            if set.drop_number(fd) {
+                early::forget_set(set);
+                set.closing();
+            }
         }
         Entry::Dgram(dgram) => dgram.closing(fd),
         Entry::Listener(_) => {
@@ -516,8 +518,12 @@ fn copied(fd: c_int, to: c_int) -> c_int {
                 HAS_COPIES.store(true, Ordering::Relaxed);
                 set_entry(to, Entry::Tcp);
             }
-            // The library ignores duplicates of epoll sets, of sockets that have become plain, and of its own descriptors.
-            Entry::Set(_) | Entry::Sock(_) | Entry::Own => set_entry(to, Entry::Other),
+            Entry::Set(set) => {
+                set.add_number();
+                set_entry(to, Entry::Set(set));
+            }
+            // The library ignores duplicates of sockets that have become plain, and of its own descriptors.
+            Entry::Sock(_) | Entry::Own => set_entry(to, Entry::Other),
             entry @ (Entry::Other | Entry::Pinned) => set_entry(to, entry),
         }
     }
