@@ -564,6 +564,43 @@ static const char *closed_by_both(size_t writes)
 	return is_quiet(set);
 }
 
+enum { CLOSE_WAIT = 8 }; /* the state of a connection whose FIN has arrived (net/tcp_states.h of the kernel) */
+
+/* Waits until the peer's FIN has arrived, without a call that reads. */
+static const char *has_ended(int fd)
+{
+	uint64_t start = now_ms();
+	struct tcp_info info = { 0 };
+	socklen_t len = sizeof info;
+
+	do {
+		poll(NULL, 0, 1);
+		ENSURE(!getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &len), "TCP_INFO: %s", strerror(errno));
+	} while (info.tcpi_state != CLOSE_WAIT && now_ms() - start < LONG_MS);
+	ENSURE(info.tcpi_state == CLOSE_WAIT, "no FIN arrives: state %d", info.tcpi_state);
+	return NULL;
+}
+
+/* An edge-triggered set reports the end once, with the data before it. A program then need not read until EAGAIN to find it. */
+static const char *ends_behind_data(size_t length)
+{
+	static const char block[100000];
+	struct pair p;
+	int set;
+	char c;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.a, EPOLLIN | EPOLLRDHUP | EPOLLET, 1));
+	ENSURE(write(p.b, block, length) == (ssize_t)length, "write: %s", strerror(errno));
+	ENSURE(!close(p.b), "close: %s", strerror(errno));
+	TRY(has_ended(p.a));
+	TRY(reports(set, EPOLLIN | EPOLLRDHUP, 1));
+	TRY(take_all(p.a, length));
+	ENSURE(read(p.a, &c, 1) == 0, "the stream does not end: %s", strerror(errno));
+	return NULL;
+}
+
 /* A set has two descriptors. Members are added by either one, and the first one is closed. */
 static const char *copied_set(size_t arg)
 {
@@ -594,6 +631,38 @@ static const char *copied_set(size_t arg)
 	TRY(reports(copy, EPOLLIN, 2));
 	TRY(takes(p.b, "a"));
 	return is_quiet(copy);
+}
+
+enum { LIMIT, URGENT };
+
+/* An edge-triggered set reports room, or an urgent byte, although the peer has sent data before that the program does not read. */
+static const char *event_behind_data(size_t which)
+{
+	static char block[60000];
+	struct pair p;
+	struct epoll_event e = { .events = 0 };
+	uint32_t wanted = which == URGENT ? EPOLLPRI : EPOLLOUT;
+	size_t total = 0;
+	ssize_t n;
+	int set;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(nonblocking(p.a));
+	TRY(add(set, p.a, wanted | EPOLLET, 1));
+	if (which == LIMIT)
+		while ((n = write(p.a, block, sizeof block)) > 0)
+			total += (size_t)n;
+	while (epoll_wait(set, &e, 1, SHORT_MS) == 1)
+		;
+	if (which == LIMIT) {
+		ENSURE(write(p.b, block, sizeof block) == sizeof block, "write: %s", strerror(errno));
+		TRY(take_all(p.b, total));
+	} else {
+		ENSURE(send(p.b, block, sizeof block, MSG_OOB) == sizeof block, "send: %s", strerror(errno));
+	}
+	ENSURE(epoll_wait(set, &e, 1, LONG_MS) == 1 && e.events == wanted, "no event of %#x", wanted);
+	return NULL;
 }
 
 /* A set is a member of another set, and poll and select wait for the events of a set. */
@@ -2939,7 +3008,12 @@ static const struct test tests[] = {
 	{ "added_before_edge", added_before, 1, 0, false },
 	{ "closed_by_both", closed_by_both, 0, 0, false },
 	{ "closed_by_both_late", closed_by_both, 1, 0, false },
+	{ "ends_without_data", ends_behind_data, 0, 0, false },
+	{ "ends_behind_data", ends_behind_data, 10, 0, false },
+	{ "ends_behind_much_data", ends_behind_data, 100000, 0, false },
 	{ "copied_set", copied_set, 0, 0, false },
+	{ "room_behind_unread_data", event_behind_data, LIMIT, 0, false },
+	{ "urgent_behind_unread_data", event_behind_data, URGENT, 0, false },
 	{ "closed_copy", closed, 1, 0, false },
 	{ "nested", nested, 0, 0, false },
 	{ "woken", woken, 0, 0, false },

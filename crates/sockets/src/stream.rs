@@ -173,6 +173,8 @@ pub struct Stream {
     eof: bool,
     /// The carrier has ended: the peer has closed the connection.
     closed: bool,
+    /// The kernel has reported that the peer has closed the connection. Bytes may be unread before the end.
+    hung_up: bool,
     /// The peer has reset the connection. The kernel reported this when a Limit message was sent, and does not report it again.
     was_reset: bool,
     /// An errno that was not returned to the program yet, or 0.
@@ -422,6 +424,7 @@ impl Stream {
             window: window_first(),
             eof: false,
             closed: false,
+            hung_up: false,
             was_reset: false,
             error: 0,
             broken: false,
@@ -579,7 +582,8 @@ impl Stream {
     /// Returns the current `poll` events of the stream.
     pub fn readiness(&self) -> i16 {
         let mut events = 0;
-        if self.is_readable() {
+        let has_ended = self.eof || self.hung_up || self.shut_rd;
+        if self.is_readable() || self.hung_up {
             events |= libc::POLLIN | libc::POLLRDNORM;
         }
         if self.is_writable() {
@@ -588,10 +592,10 @@ impl Stream {
         if self.urgent.is_some() {
             events |= libc::POLLPRI;
         }
-        if self.eof || self.broken || self.shut_rd {
+        if self.broken || has_ended {
             events |= libc::POLLRDHUP;
         }
-        if self.broken || (self.eof || self.shut_rd) && self.shut_wr {
+        if self.broken || has_ended && self.shut_wr {
             events |= libc::POLLHUP;
         }
         if self.error != 0 {
@@ -1050,11 +1054,15 @@ impl Stream {
         self.flush(fd);
     }
 
-    /// Handles events of the carrier: receives until there is something to report, and sends queued bytes.
-    pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool) {
+    /// Handles events of the carrier: receives until there is something to report, and sends queued bytes. With `only_urgent`,
+    /// readable payload is not reported.
+    pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool, only_urgent: bool) {
         let inward = libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLRDHUP;
         // If nothing can be written, everything is received, because a new limit may follow the payload.
-        let is_enough = events & inward == libc::POLLIN && self.is_writable();
+        let is_enough = events & inward == libc::POLLIN && self.is_writable() && !only_urgent;
+        // The kernel reports the end with the bytes before it, and does not report it again to an edge-triggered set. A program that
+        // has been told of the end reads on after a short read.
+        self.hung_up |= events & libc::POLLRDHUP != 0 && !self.deaf;
         if events & inward == 0 || !may_pull {
             // Nothing is received.
         } else if is_enough && self.rx.straight() > 0 && self.queue.held() == 0 {
@@ -1065,7 +1073,6 @@ impl Stream {
             // The queue already has bytes to report, and the streams of the process may not keep more bytes.
         } else {
             let before = self.queue.len();
-            self.drained = false;
             // Each pass receives what the peer was allowed to send, so there are few passes. Most of a long message is left for the
             // program's call, which receives it directly.
             let most = if is_enough && self.rx.is_long() {
@@ -1073,11 +1080,10 @@ impl Stream {
             } else {
                 limits::WAIT_READ
             };
-            while self.queue.len() == before && self.pull(fd, None, most) {
-                if self.drained {
-                    break;
-                }
-            }
+            // What is left in the carrier is not reported again to an edge-triggered set: the end behind a message without payload, or
+            // a limit or an urgent byte behind the payload.
+            let may_follow = |s: &Self| !s.is_writable() || only_urgent && s.urgent.is_none();
+            while (self.queue.len() == before || may_follow(self)) && self.pull(fd, None, most) {}
         }
         if events & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP) != 0 {
             self.news.writable |= std::mem::take(&mut self.full);

@@ -1227,7 +1227,9 @@ impl Sock {
         let _stays = sys::NotCancelled::begin();
         let done = self.with(|stream| {
             if events != 0 {
-                stream.on_carrier(fd, events, self.may_pull());
+                let only_urgent =
+                    for_carrier(wanted) & (libc::POLLIN | libc::POLLPRI) == libc::POLLPRI;
+                stream.on_carrier(fd, events, self.may_pull(), only_urgent);
             }
             // The caller reports the events. Only threads that wait for the stream outside the set are woken.
             (
