@@ -601,6 +601,28 @@ static const char *ends_behind_data(size_t length)
 	return NULL;
 }
 
+/* The peer gets the end of a stream at once, although the library may keep a closed stream for a while. */
+static const char *ends_at_once(size_t arg)
+{
+	struct tcp_info info = { 0 };
+	socklen_t len = sizeof info;
+	int ended = 0;
+
+	(void)arg;
+	for (int i = 0; i < 20; i++) {
+		struct pair p;
+
+		TRY(connected(&p));
+		ENSURE(!close(p.b), "close: %s", strerror(errno));
+		ENSURE(!getsockopt(p.a, IPPROTO_TCP, TCP_INFO, &info, &len), "TCP_INFO: %s", strerror(errno));
+		ended += info.tcpi_state == CLOSE_WAIT;
+		ENSURE(!close(p.a), "close: %s", strerror(errno));
+	}
+	/* On a busy machine some FINs may arrive later. */
+	ENSURE(ended >= 10, "%d of 20 streams end at once", ended);
+	return NULL;
+}
+
 /* A set has two descriptors. Members are added by either one, and the first one is closed. */
 static const char *copied_set(size_t arg)
 {
@@ -662,6 +684,49 @@ static const char *event_behind_data(size_t which)
 		ENSURE(send(p.b, block, sizeof block, MSG_OOB) == sizeof block, "send: %s", strerror(errno));
 	}
 	ENSURE(epoll_wait(set, &e, 1, LONG_MS) == 1 && e.events == wanted, "no event of %#x", wanted);
+	return NULL;
+}
+
+enum { CLOSED_AT_ONCE, CLOSED_BY_EXIT, CLOSED_BY__EXIT, CLOSED_AFTER_ADDED };
+
+/* The end that accepts closes the connection, or ends, before it has read or written. The other end finds the end of the data. */
+static const char *closed_before_use(size_t how)
+{
+	struct epoll_event e;
+	struct sockaddr_in at;
+	int listener, set, a, b, status;
+	pid_t child;
+	char c;
+
+	TRY(listens(&listener, &at, 0, 0));
+	TRY(new_set(&set));
+	a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(a >= 0, "socket: %s", strerror(errno));
+	keep_fd(a);
+	ENSURE(!connect(a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	TRY(add(set, a, EPOLLIN | EPOLLET, 1));
+	if (how == CLOSED_BY_EXIT || how == CLOSED_BY__EXIT) {
+		fflush(stdout);
+		child = fork();
+		ENSURE(child >= 0, "fork: %s", strerror(errno));
+		if (!child) {
+			b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+			if (how == CLOSED_BY_EXIT)
+				exit(b < 0);
+			_exit(b < 0);
+		}
+		ENSURE(waitpid(child, &status, 0) == child && !status, "the child fails: status %#x", (unsigned int)status);
+	} else {
+		b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+		ENSURE(b >= 0, "accept4: %s", strerror(errno));
+		if (how == CLOSED_AFTER_ADDED)
+			TRY(add(set, b, EPOLLIN | EPOLLOUT | EPOLLET, 2));
+		ENSURE(!close(b), "close: %s", strerror(errno));
+	}
+	TRY(has_ended(a));
+	ENSURE(epoll_wait(set, &e, 1, LONG_MS) == 1, "no event");
+	ENSURE(e.events == EPOLLIN && e.data.u64 == 1, "events %#x", e.events);
+	ENSURE(read(a, &c, 1) == 0, "the stream does not end: %s", strerror(errno));
 	return NULL;
 }
 
@@ -3011,9 +3076,14 @@ static const struct test tests[] = {
 	{ "ends_without_data", ends_behind_data, 0, 0, false },
 	{ "ends_behind_data", ends_behind_data, 10, 0, false },
 	{ "ends_behind_much_data", ends_behind_data, 100000, 0, false },
+	{ "ends_at_once", ends_at_once, 0, 0, false },
 	{ "copied_set", copied_set, 0, 0, false },
 	{ "room_behind_unread_data", event_behind_data, LIMIT, 0, false },
 	{ "urgent_behind_unread_data", event_behind_data, URGENT, 0, false },
+	{ "closed_before_use", closed_before_use, CLOSED_AT_ONCE, 0, false },
+	{ "closed_before_use_by_exit", closed_before_use, CLOSED_BY_EXIT, 0, false },
+	{ "closed_before_use_by__exit", closed_before_use, CLOSED_BY__EXIT, 0, false },
+	{ "closed_before_use_in_set", closed_before_use, CLOSED_AFTER_ADDED, 0, false },
 	{ "closed_copy", closed, 1, 0, false },
 	{ "nested", nested, 0, 0, false },
 	{ "woken", woken, 0, 0, false },

@@ -1855,7 +1855,20 @@ impl Stream {
         self.limit_due = false;
         self.uncork(fd);
         let limits_may_come = !self.closed && self.tx.as_ref().is_some_and(Tx::has_sent);
-        self.is_waiting() || (limits_may_come && !self.broken)
+        if self.is_waiting() {
+            return true;
+        }
+        if limits_may_come && !self.broken {
+            // The peer gets the end at once, as from the kernel, and not after the worker's next turn.
+            self.finish_sending(fd);
+            return true;
+        }
+        false
+    }
+
+    fn finish_sending(&mut self, fd: c_int) {
+        self.fin = true;
+        let _ = sys::shut_down_sending(fd);
     }
 
     /// Continues a closed stream: sends the remaining bytes, then the FIN. Returns whether the stream may be dropped.
@@ -1869,8 +1882,7 @@ impl Stream {
         }
         self.flush(fd);
         if !self.is_waiting() && !self.fin {
-            self.fin = true;
-            let _ = sys::shut_down_sending(fd);
+            self.finish_sending(fd);
         }
         while !self.has_rest() && self.pull(fd, None, limits::WAIT_READ) {}
         if !self.queue.is_empty() {

@@ -90,6 +90,8 @@ pub struct Sock {
     /// The id of the process that uses the connection. 0 after a fork: the first process that uses the connection sets it.
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
+    /// The connection was not decided when this process was forked, so the other process may use it.
+    undecided_at_fork: AtomicBool,
     /// This process was forked while a thread of the parent held a lock of the connection, so it cannot use the connection.
     lost: AtomicBool,
     /// The program has closed the last descriptor.
@@ -264,6 +266,22 @@ fn take(fd: c_int, bytes: Option<&mut [u8]>) -> bool {
     })
 }
 
+/// Refuses a Request that has arrived.
+fn turn_back(fd: c_int) {
+    let mut bytes = [0u8; limits::REQUEST];
+    let n = sys::peek(fd, &mut bytes).unwrap_or(0);
+    if let Some((length, reply)) = stream::refusal(bytes.get(..n).unwrap_or(&[]))
+        && take(fd, bytes.get_mut(..length))
+    {
+        if n > length {
+            // The peer has ended, and has sent messages behind the Request, which the other program does not understand.
+            sys::disconnect(fd);
+        }
+        // If this fails the connection is broken, and the other program gets the error.
+        let _ = sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL);
+    }
+}
+
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock()
 }
@@ -291,6 +309,7 @@ impl Sock {
             copied: AtomicBool::new(false),
             owner: Mutex::new(None),
             forked: AtomicBool::new(false),
+            undecided_at_fork: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             parked: AtomicBool::new(false),
@@ -305,6 +324,7 @@ impl Sock {
         sock.numbers.store(1, Ordering::Relaxed);
         sock.copied.store(false, Ordering::Relaxed);
         sock.forked.store(false, Ordering::Relaxed);
+        sock.undecided_at_fork.store(false, Ordering::Relaxed);
         sock.lost.store(false, Ordering::Relaxed);
         sock.closed.store(false, Ordering::Relaxed);
         sock.mode.store(mode as u8, Ordering::Release);
@@ -549,18 +569,7 @@ impl Sock {
 
     /// Makes an accepted connection plain, and refuses a Request that has arrived. `inner`: the lock of the stream.
     fn turn_away(&'static self, inner: MutexGuard<'_, Option<Box<Stream>>>, fd: c_int, why: Why) {
-        let mut bytes = [0u8; limits::REQUEST];
-        let n = sys::peek(fd, &mut bytes).unwrap_or(0);
-        if let Some((length, reply)) = stream::refusal(bytes.get(..n).unwrap_or(&[]))
-            && take(fd, bytes.get_mut(..length))
-        {
-            if n > length {
-                // The peer has ended, and has sent messages behind the Request, which the other program does not understand.
-                sys::disconnect(fd);
-            }
-            // If this fails the connection is broken, and the other program gets the error.
-            let _ = sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL);
-        }
+        turn_back(fd);
         drop(inner);
         self.go_plain(fd, why);
     }
@@ -643,6 +652,9 @@ impl Sock {
     /// Called before a fork. The first of the two processes that uses the stream becomes its owner. Corked bytes are sent now, because
     /// afterwards each process has a copy of them, and they could be sent twice or never.
     pub fn before_fork(&self, fd: c_int) {
+        if self.mode() == Mode::Accepted {
+            self.undecided_at_fork.store(true, Ordering::Relaxed);
+        }
         self.uncork_now(fd);
         if let Some(owner) = self.owner.try_lock()
             && let Some(word) = *owner
@@ -746,6 +758,7 @@ impl Sock {
     /// Sends the last bytes of the process, which may be in a signal handler. See [`Stream::end`]. The stream stays locked, because the
     /// other threads must not use it any more.
     pub fn end(&self, fd: c_int, until: Instant, patience: Instant) {
+        self.leave_unused(fd);
         let is_alone = !self.forked.load(Ordering::Acquire);
         let end = |stream: &mut Stream| stream.end(fd, until, is_alone);
         let inner = self.with_free(Some(patience), end);
@@ -1324,6 +1337,8 @@ impl Sock {
                     }
                     worker::drain(fd, stream);
                 }
+            } else {
+                self.leave_unused(fd);
             }
         } else if self.mode() == Mode::Up
             && self.is_used_here()
@@ -1337,9 +1352,23 @@ impl Sock {
         self.drop_number();
     }
 
+    /// Refuses the Request of an accepted connection that is closed before its first use. The kernel would answer an unread Request with
+    /// a reset instead of the end of the data.
+    fn leave_unused(&self, fd: c_int) {
+        if self.is_lost() || self.undecided_at_fork.load(Ordering::Relaxed) {
+            return;
+        }
+        if let Some(_inner) = self.inner.try_lock()
+            && self.mode() == Mode::Accepted
+        {
+            turn_back(fd);
+        }
+    }
+
     /// Sends the pending bytes before the process exits, and waits until the peer's kernel has acknowledged them. Otherwise the
     /// kernel could discard them: it resets a connection that is closed with unread bytes, such as a Limit message of the peer.
     pub fn finish(&'static self, fd: c_int, until: Instant) {
+        self.leave_unused(fd);
         if self.mode() != Mode::Up || self.is_lost() || !self.is_used_here() {
             return;
         }
