@@ -19,6 +19,7 @@
 #include <sys/resource.h>
 #include <sys/select.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
@@ -3055,6 +3056,36 @@ static const char *prints_to_standard_output(size_t arg)
 	return NULL;
 }
 
+enum closing { BY_CLOSE, BY_SYSCALL };
+
+/* A program closes an accepted connection without reading it, or a connection to which it has only written. */
+static const char *closes_unread(size_t how)
+{
+	struct sockaddr_in at;
+	char word[8] = "";
+	int listener;
+	struct pair p;
+
+	TRY(listens(&listener, &at, 0, 0));
+	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	keep_fd(p.a);
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p.b);
+	if (how == BY_CLOSE) {
+		close(p.b);
+		ENSURE(read(p.a, word, sizeof word) == 0, "the connection does not end: %s", strerror(errno));
+		return NULL;
+	}
+	ENSURE(write(p.a, "last", 4) == 4, "write: %s", strerror(errno));
+	ENSURE(!syscall(SYS_close, p.a), "SYS_close: %s", strerror(errno));
+	TRY(takes(p.b, "last"));
+	ENSURE(read(p.b, word, sizeof word) == 0, "the connection does not end: %s", strerror(errno));
+	ENSURE(syscall(SYS_close, p.a) < 0 && errno == EBADF, "SYS_close of a closed descriptor: %s", strerror(errno));
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -3185,6 +3216,7 @@ static const struct test tests[] = {
 	{ "stdio_both", stdio_both, 0, 0, false },
 	{ "prints", prints, 0, 0, false },
 	{ "prints_to_standard_output", prints_to_standard_output, 0, 0, false },
+	{ "closes_by_syscall", closes_unread, BY_SYSCALL, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -1087,7 +1087,8 @@ pub extern "C-unwind" fn _Exit(status: c_int) -> ! {
     _exit(status)
 }
 
-/// See `syscall(2)`. `io_uring_setup` is refused, because the library cannot intercept reads and writes through a ring.
+/// See `syscall(2)`. `io_uring_setup` is refused, because the library cannot intercept reads and writes through a ring. `SYS_close`,
+/// by which libuv closes descriptors, is like [`close`].
 ///
 /// # Safety
 /// The requirements of `syscall` apply.
@@ -1103,6 +1104,9 @@ pub unsafe extern "C-unwind" fn syscall(
 ) -> c_long {
     if number == libc::SYS_io_uring_setup && policy::settings().hides_io_uring {
         return fail(libc::ENOSYS) as c_long;
+    }
+    if number == libc::SYS_close {
+        return close(a as c_int) as c_long;
     }
     // SAFETY: upheld by the caller.
     unsafe { real::syscall(number, a, b, c, d, e, f) }
