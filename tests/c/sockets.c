@@ -3086,6 +3086,25 @@ static const char *closes_unread(size_t how)
 	return NULL;
 }
 
+/* A server answers and closes the connection although the client goes on writing. The client's write fails, then it reads. */
+static const char *answer_before_reset(size_t arg)
+{
+	struct pair p;
+	int i = 0;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(text(p.a, "unread"));
+	TRY(text(p.b, "answer"));
+	close(p.b);
+	while (write(p.a, "more", 4) == 4)
+		ENSURE(i++ < LONG_MS && !usleep(1000), "writes go on");
+	ENSURE(errno == EPIPE || errno == ECONNRESET, "write: %s", strerror(errno));
+	ENSURE(write(p.a, "more", 4) < 0 && errno == EPIPE, "second write: %s", strerror(errno));
+	TRY(takes(p.a, "answer"));
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -3217,6 +3236,7 @@ static const struct test tests[] = {
 	{ "prints", prints, 0, 0, false },
 	{ "prints_to_standard_output", prints_to_standard_output, 0, 0, false },
 	{ "closes_by_syscall", closes_unread, BY_SYSCALL, 0, false },
+	{ "answer_before_reset", answer_before_reset, 0, 0, false },
 };
 
 int main(int argc, char **argv)
