@@ -3105,6 +3105,24 @@ static const char *answer_before_reset(size_t arg)
 	return NULL;
 }
 
+/* A read at the end of the data does not change errno, at which OpenSSL looks then. */
+static const char *end_keeps_errno(size_t arg)
+{
+	struct pair p;
+	char byte;
+	int i;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(nonblocking(p.a));
+	ENSURE(!shutdown(p.b, SHUT_WR), "shutdown: %s", strerror(errno));
+	for (i = 0; i < 2; i++) {
+		errno = 0;
+		ENSURE(read(p.a, &byte, 1) == 0 && errno == 0, "read: %s", strerror(errno));
+	}
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -3237,6 +3255,7 @@ static const struct test tests[] = {
 	{ "prints_to_standard_output", prints_to_standard_output, 0, 0, false },
 	{ "closes_by_syscall", closes_unread, BY_SYSCALL, 0, false },
 	{ "answer_before_reset", answer_before_reset, 0, 0, false },
+	{ "end_keeps_errno", end_keeps_errno, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -78,6 +78,8 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0 && !peek;
     let mut limit = TimeLimit::default();
+    // OpenSSL looks at errno after a `read` that returns 0, so a call that succeeds does not change it.
+    let errno = sys::errno();
     sock::wake_this_thread();
     loop {
         let waits = flags & libc::MSG_DONTWAIT == 0;
@@ -89,12 +91,14 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
             let e = sys::errno();
             let done = dest.done();
             return if done > 0 {
+                sys::set_errno(errno);
                 done as isize
             } else {
                 fail_long(e)
             };
         }
         let done = dest.done();
+        sys::set_errno(errno);
         return match result {
             Err(GONE) if done == 0 => sys::receive(fd, dest.rest(), flags),
             Err(e) if done == 0 => fail_long(e),
