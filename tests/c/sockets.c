@@ -2774,31 +2774,67 @@ static const char *not_replaced(size_t arg)
 	return NULL;
 }
 
-/* A socket that the program disconnects can connect again, to a listener whose connections are decided anew. */
-static const char *connects_again(size_t with_copy)
+static void *receives_nothing(void *fd)
+{
+	char byte;
+
+	return (void *)(recv(*(int *)fd, &byte, 1, 0) > 0 ? "a byte arrives" : NULL);
+}
+
+enum { WITH_COPY = 1, UNREAD = 2, IN_SET = 4, BESIDE_READER = 8 };
+
+/* A socket that the program disconnects can connect again. Nothing of the first connection affects the second one. */
+static const char *connects_again(size_t how)
 {
 	struct sockaddr none = { .sa_family = AF_UNSPEC };
+	struct linger linger;
+	socklen_t len = sizeof linger;
 	struct sockaddr_in at;
-	int listener, copy;
+	struct pollfd ready;
+	int listener, copy, set;
+	const char *result;
+	pthread_t reader;
 	struct pair p;
 	char byte;
 
 	TRY(connected(&p));
-	copy = with_copy ? dup(p.a) : p.a;
+	copy = how & WITH_COPY ? dup(p.a) : p.a;
 	ENSURE(copy >= 0, "dup: %s", strerror(errno));
 	keep_fd(copy);
+	TRY(new_set(&set));
+	if (how & IN_SET)
+		TRY(add(set, p.a, EPOLLIN, 1));
+	if (how & UNREAD) {
+		TRY(text(p.b, "unread"));
+		ready = (struct pollfd){ p.a, POLLIN, 0 };
+		ENSURE(poll(&ready, 1, LONG_MS) == 1, "poll: %s", strerror(errno));
+	}
+	if (how & BESIDE_READER) {
+		ENSURE(!pthread_create(&reader, NULL, receives_nothing, &p.a), "pthread_create");
+		sleep_ms(SHORT_MS);
+	}
 	TRY(listens(&listener, &at, 0, 0));
 	ENSURE(!connect(p.a, &none, sizeof none), "connect with AF_UNSPEC: %s", strerror(errno));
 	ENSURE(read(p.b, &byte, 1) <= 0, "the first connection does not end");
+	if (how & BESIDE_READER) {
+		ENSURE(!pthread_join(reader, (void **)&result), "pthread_join");
+		ENSURE(!result, "%s", result);
+	}
 	ENSURE(write(copy, "x", 1) < 0, "a write without a connection succeeds");
+	ENSURE(!getsockopt(p.a, SOL_SOCKET, SO_LINGER, &linger, &len) && !linger.l_onoff, "the socket lingers");
 	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
 	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
 	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
 	keep_fd(p.b);
 	TRY(greet(&p));
-	TRY(has_expected_transport(p.b));
 	TRY(text(copy, "again"));
 	TRY(takes(p.b, "again"));
+	if (how & IN_SET) {
+		TRY(text(p.b, "set"));
+		TRY(reports(set, EPOLLIN, 1));
+		TRY(takes(p.a, "s"));
+		TRY(reports(set, EPOLLIN, 1));
+	}
 	return NULL;
 }
 
@@ -3236,8 +3272,11 @@ static const struct test tests[] = {
 	{ "closes_all_numbers", closes_all_numbers, 0, 0, false },
 	{ "replaces_all_numbers", closes_all_numbers, 1, 0, false },
 	{ "not_replaced", not_replaced, 0, 0, false },
-	{ "connects_again", connects_again, false, 0, false },
-	{ "connects_again_with_a_copy", connects_again, true, 0, false },
+	{ "connects_again", connects_again, 0, 0, false },
+	{ "connects_again_with_a_copy", connects_again, WITH_COPY, 0, false },
+	{ "connects_again_with_unread_data", connects_again, UNREAD, 0, false },
+	{ "connects_again_in_a_set", connects_again, IN_SET, 0, false },
+	{ "connects_again_beside_a_reader", connects_again, BESIDE_READER, 0, false },
 	{ "accepted_by_copy", accepted_by_copy, AFTER_LISTEN, 0, false },
 	{ "accepted_by_copy_before_listen", accepted_by_copy, BEFORE_LISTEN, 0, false },
 	{ "accepted_by_copy_only", accepted_by_copy, ORIGINAL_CLOSED, 0, false },

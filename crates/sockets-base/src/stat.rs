@@ -98,6 +98,8 @@ states! {
         Refused = 10 "the peer passed it to another program",
         /// The peer wrote, or closed the connection, before the Request was sent.
         PeerWroteFirst = 11 "the peer wrote before the Request was sent",
+        /// The program has disconnected the socket, by `connect` with AF_UNSPEC.
+        Disconnected = 12 "the program disconnected the socket",
     }
 }
 

@@ -383,7 +383,25 @@ impl Sock {
 
     /// Makes the connection plain, and removes `fd` from the table.
     fn go_plain(&'static self, fd: c_int, why: Why) {
-        if self.becomes(Mode::Plain) {
+        let is_new = self.becomes(Mode::Plain);
+        self.leave(fd, why, is_new);
+    }
+
+    /// Makes a connection plain whose Request has not been sent. No thread sends it meanwhile, because the stream is locked: `inner`.
+    fn send_no_request(
+        &'static self,
+        inner: MutexGuard<'_, Option<Box<Stream>>>,
+        fd: c_int,
+        why: Why,
+    ) {
+        let is_new = self.becomes(Mode::Plain);
+        drop(inner);
+        self.leave(fd, why, is_new);
+    }
+
+    /// Removes `fd` from the table. `is_new`: the connection has just become plain.
+    fn leave(&'static self, fd: c_int, why: Why, is_new: bool) {
+        if is_new {
             LIVE.fetch_sub(1, Ordering::Relaxed);
             show::plain(fd, why);
             policy::stays_plain(fd, why);
@@ -544,11 +562,7 @@ impl Sock {
         }
         match self.mode() {
             Mode::Accepted => self.turn_away(inner, fd, Why::Handed),
-            // The Request has not been sent.
-            Mode::Connecting => {
-                drop(inner);
-                self.go_plain(fd, Why::Handed);
-            }
+            Mode::Connecting => self.send_no_request(inner, fd, Why::Handed),
             Mode::Up | Mode::Plain => {}
         }
         true
@@ -586,10 +600,28 @@ impl Sock {
                     self.turn_away(inner, fd, Why::Option);
                 }
             }
-            Mode::Connecting => self.go_plain(fd, Why::Option),
+            Mode::Connecting => {
+                let inner = lock(&self.inner);
+                if self.mode() == Mode::Connecting {
+                    self.send_no_request(inner, fd, Why::Option);
+                }
+            }
             Mode::Accepted | Mode::Plain => {}
         }
         self.mode() == Mode::Plain
+    }
+
+    /// Called when the program has disconnected the socket. Its next connection is plain. The stream is not closed, because that would end
+    /// the next connection.
+    pub fn disconnected(&'static self, fd: c_int) {
+        let errno = sys::errno();
+        let stream = lock(&self.inner).take();
+        if let Some(stream) = stream {
+            stream.delay(fd);
+        }
+        self.go_plain(fd, Why::Disconnected);
+        self.wake_followers();
+        sys::set_errno(errno);
     }
 
     /// Makes `fd` plain once the stream has become plain and has no more buffered bytes.

@@ -210,14 +210,14 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                 if before > 0 {
                     before as isize
                 } else {
-                    fail_long(e)
+                    cannot_write(e, flags)
                 }
             }
             None if before > 0 => before as isize,
             None => fail_long(libc::EBADF),
         };
     }
-    // Only this function raises SIGPIPE, because the kernel does not know which of its writes belong to one of the program.
+    // Only `cannot_write` raises SIGPIPE, because the kernel does not know which of its writes belong to one of the program.
     let kernel = flags & libc::MSG_MORE | libc::MSG_NOSIGNAL;
     // `is_nonblocking` is a system call, so it is not called for a write that neither has to wait nor starts the stream.
     let may_wait = waits;
@@ -267,10 +267,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                 if done > 0 {
                     return done as isize;
                 }
-                if e == libc::EPIPE && flags & libc::MSG_NOSIGNAL == 0 {
-                    sys::sigpipe();
-                }
-                return fail_long(e);
+                return cannot_write(e, flags);
             }
         }
     };
@@ -282,6 +279,14 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
         }
     }
     done as isize
+}
+
+/// Fails a write that has sent nothing. Raises SIGPIPE for a broken pipe.
+fn cannot_write(errno: c_int, flags: c_int) -> isize {
+    if errno == libc::EPIPE && flags & libc::MSG_NOSIGNAL == 0 {
+        sys::sigpipe();
+    }
+    fail_long(errno)
 }
 
 /// Waits until more can be written. Returns an errno, or 0.

@@ -167,20 +167,6 @@ fn copies_of(fd: c_int) -> Vec<c_int> {
     copies
 }
 
-/// Called when the program has disconnected a socket. All its descriptors can connect again.
-fn disconnected(sock: &'static Sock) {
-    let mut numbers = Vec::new();
-    table::for_each(|fd, entry| {
-        if matches!(entry, Entry::Sock(other) if std::ptr::eq(other, sock)) {
-            numbers.push(fd);
-        }
-    });
-    HAS_COPIES.fetch_or(numbers.len() > 1, Ordering::Relaxed);
-    for fd in numbers {
-        set_entry(fd, Entry::Tcp);
-    }
-}
-
 /// Called when a TCP socket listens. Registers it in the directory unless a rule makes its connections plain.
 pub(crate) fn adopt_listener(fd: c_int) {
     let errno = sys::errno();
@@ -336,7 +322,7 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
             let errno = sys::errno();
             // SAFETY: the call has read an address, which has a family.
             if r == 0 && c_int::from(unsafe { (*addr).sa_family }) == libc::AF_UNSPEC {
-                disconnected(sock);
+                sock.disconnected(fd);
             } else if r == 0 || errno == libc::EISCONN {
                 sock.decide(fd, false);
             }
