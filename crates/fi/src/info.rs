@@ -9,7 +9,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use crate::abi::*;
 use crate::address::{self, Remote};
 use crate::limits;
-use crate::opened::{DOMAINS, FABRICS};
+use crate::opened::OPENED;
 use crate::verbs::Device;
 
 /// The name of the provider, of its fabric and of its domain.
@@ -156,11 +156,16 @@ impl Hints {
         if !same(&self.fabric_name, FABRIC) || !same(&self.domain_name, DOMAIN) {
             return Err("another fabric or domain is requested");
         }
-        let no_fabric = std::ptr::null_mut();
-        let no_domain = std::ptr::null_mut();
-        let fabric = FABRICS.named(self.fabric.map_or(no_fabric, |f| f.fabric));
-        let domain = DOMAINS.named(self.domain.map_or(no_domain, |d| d.domain));
-        let (Some(fabric), Some(domain)) = (fabric, domain) else {
+        let (no_fabric, no_domain) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let fabric = self.fabric.map_or(no_fabric, |f| f.fabric);
+        let domain = self.domain.map_or(no_domain, |d| d.domain);
+        let named = OPENED.named(fabric, domain);
+        // An answer from the time when other objects were open is still usable as hints. It names this provider.
+        let named = named.or_else(|| match self.provider {
+            Some(_) => OPENED.named(no_fabric, no_domain),
+            None => None,
+        });
+        let Some((fabric, domain)) = named else {
             return Err("a fabric or domain of another provider is requested");
         };
         if !matches!(
@@ -305,14 +310,9 @@ impl Hints {
             {
                 return Err("sizes of the domain are too large");
             }
-            if domain.cq_cnt.max(domain.cntr_cnt) > QUEUES
-                || domain.ep_cnt.max(domain.tx_ctx_cnt).max(domain.rx_ctx_cnt) > ENDPOINTS
-                || domain.mr_cnt > REGIONS
-            {
+            // The numbers of completion queues, endpoints and contexts in hints are not limits but preferences.
+            if domain.cntr_cnt > QUEUES || domain.mr_cnt > REGIONS {
                 return Err("more objects are requested than a domain has");
-            }
-            if domain.max_ep_tx_ctx > 1 || domain.max_ep_rx_ctx > 1 {
-                return Err("several contexts are not supported");
             }
             if domain.max_ep_stx_ctx > 0 || domain.max_ep_srx_ctx > 0 {
                 return Err("shared contexts are not supported");
@@ -702,19 +702,24 @@ mod tests {
         ));
         assert!(refuses(&|h| h.domain_name = Some("mlx5_0".to_owned())));
         assert!(refuses(&|h| h.addr_format = 7));
+        for provider in [None, Some("anywarp".to_owned())] {
+            let is_unnamed = provider.is_none();
+            let refused = refuses(&|h| {
+                h.provider.clone_from(&provider);
+                h.domain = Some(fi_domain_attr {
+                    domain: std::ptr::dangling_mut(),
+                    ..domain()
+                });
+            });
+            assert_eq!(refused, is_unnamed, "a domain that is not open");
+        }
         // FI_SHARED_AV
         for caps in [1 << 53, 1 << 53 | FI_LOCAL_COMM] {
             assert!(refuses(&|h| {
                 h.domain = Some(fi_domain_attr { caps, ..domain() });
             }));
         }
-        let counts: [fn(&mut fi_domain_attr); 9] = [
-            |d| d.cq_cnt = QUEUES + 1,
-            |d| d.ep_cnt = ENDPOINTS + 1,
-            |d| d.tx_ctx_cnt = ENDPOINTS + 1,
-            |d| d.rx_ctx_cnt = ENDPOINTS + 1,
-            |d| d.max_ep_tx_ctx = 2,
-            |d| d.max_ep_rx_ctx = 2,
+        let counts: [fn(&mut fi_domain_attr); 3] = [
             |d| d.cntr_cnt = QUEUES + 1,
             |d| d.mr_cnt = REGIONS + 1,
             |d| d.max_err_data = 1,

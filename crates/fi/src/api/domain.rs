@@ -11,7 +11,7 @@ use crate::abi::*;
 use crate::atomics::Class;
 use crate::domain::Domain;
 use crate::endpoint::Registered;
-use crate::opened::DOMAINS;
+use crate::opened::OPENED;
 use crate::verbs::{Access, Device, Region};
 
 type MrObject = Object<fid_mr, Region>;
@@ -69,7 +69,7 @@ pub(crate) unsafe extern "C" fn open(
         // SAFETY: the caller passes null or a writable location.
         unsafe {
             let given = give(object, domain)?;
-            DOMAINS.add(*domain);
+            OPENED.add_domain(*domain, fabric);
             Ok(given)
         }
     })
@@ -82,7 +82,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
         if Arc::strong_count(&object.domain) > 1 {
             return Err(FI_EBUSY);
         }
-        DOMAINS.remove(at);
+        OPENED.remove(at);
         super::eq::unbind(at);
         // SAFETY: the program does not use the object any more.
         unsafe { take::<DomainObject, _>(at) }?;

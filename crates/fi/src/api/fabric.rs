@@ -4,7 +4,7 @@ use libc::{c_int, c_void};
 
 use super::object::{FabricObject, NONE, Table, ended_int, give, head, ops, take};
 use crate::abi::*;
-use crate::opened::FABRICS;
+use crate::opened::OPENED;
 
 static OPS: Table<fi_ops> = ops(close as *const (), NONE, NONE);
 static FABRIC_OPS: Table<fi_ops_fabric> = Table(fi_ops_fabric {
@@ -34,14 +34,14 @@ pub(crate) unsafe extern "C" fn open(
         // SAFETY: the caller passes null or a writable location.
         unsafe {
             let given = give(FabricObject { fid }, fabric)?;
-            FABRICS.add(*fabric);
+            OPENED.add_fabric(*fabric);
             Ok(given)
         }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
-    FABRICS.remove(at);
+    OPENED.remove(at);
     // SAFETY: this process opened the object, and the program does not use it any more.
     ended_int(|| unsafe { take::<FabricObject, _>(at).map(|_| 0) })
 }

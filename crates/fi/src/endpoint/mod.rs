@@ -484,7 +484,8 @@ impl Binding {
         let has = |flags: u64, queue: Option<u32>| {
             self.caps & flags == 0 || queue.is_some() || counted(flags)
         };
-        has(requests, self.send_queue) && has(FI_RECV, self.receive_queue)
+        let receives = self.caps & (FI_MSG | FI_TAGGED) != 0;
+        has(requests, self.send_queue) && (!receives || has(FI_RECV, self.receive_queue))
     }
 }
 
