@@ -56,8 +56,8 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
         }
     };
     let mut before: Option<Vec<Line>> = None;
-    // A report covers more than the interval if the process did not answer for some time.
-    let mut asked: Option<Instant> = None;
+    // The time of the last answer. A report covers more than the interval if the process did not answer for some time.
+    let mut last: Option<Instant> = None;
     for look in 1.. {
         let text = match ask(args.pid) {
             Ok(text) => text,
@@ -77,6 +77,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
             Err(_) if before.is_some() => return Ok(ExitCode::SUCCESS),
             Err(Lost::Failed(why)) => return Err(Failure::Stat(why)),
         };
+        let answered = Instant::now();
         let (head, now) = parse(&text).map_err(Failure::Stat)?;
         if args.json {
             println!("{}", as_json(&head, &now));
@@ -87,7 +88,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
                 table(
                     &head,
                     added.as_deref().unwrap_or(&now),
-                    asked.map(|last| last.elapsed())
+                    last.map(|last| answered - last)
                 )
             );
         }
@@ -96,7 +97,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
             break;
         }
         before = Some(now);
-        asked = Some(Instant::now());
+        last = Some(answered);
         thread::sleep(interval);
     }
     Ok(ExitCode::SUCCESS)

@@ -55,9 +55,11 @@ pub(super) fn first_number() -> Option<u16> {
         return Some(number);
     }
     let ports = PORTS.get().try_lock()?;
-    let (number, _) = ports.iter().find(|(_, port)| port.strong_count() > 0)?;
-    first.store(*number, Ordering::Relaxed);
-    Some(*number)
+    let port = ports.iter().find_map(|(_, port)| port.upgrade())?;
+    // The port is held while its number is stored, so that its end clears the number.
+    first.store(port.number, Ordering::Relaxed);
+    drop(ports);
+    Some(port.number)
 }
 
 /// The private data of an MPA Request that opens a trunk, after [`TRUNK`].
@@ -194,13 +196,21 @@ impl Port {
         ports.retain(|(_, port)| port.strong_count() > 0);
         for port in ports.iter().filter_map(|(_, port)| port.upgrade()) {
             if let Some(qpn) = port.take_index() {
+                port.becomes_first();
                 return Ok((port, qpn));
             }
         }
         let port = Self::open(engine, 0)?;
         let qpn = port.take_index().ok_or_else(none_left)?;
+        port.becomes_first();
         ports.push((port.number, Arc::downgrade(&port)));
         Ok((port, qpn))
+    }
+
+    /// Makes this port the first one if no other one is.
+    fn becomes_first(&self) {
+        let (new, order) = (self.number, Ordering::Relaxed);
+        let _ = FIRST_NUMBER.get().compare_exchange(0, new, order, order);
     }
 
     /// Allocates the first queue pair number of the port `number`, so that a peer can derive it from the port.
@@ -390,9 +400,14 @@ mod tests {
         let mut held: Vec<_> = std::iter::repeat_with(|| Port::allocate(engine).unwrap())
             .take(300)
             .collect();
+        // Other tests may close the first port, or hold the lock of the ports, in the meantime.
         let answers = || {
-            let number = first_number().unwrap();
-            std::net::TcpStream::connect(("127.0.0.1", number)).is_ok()
+            (0..100).any(|_| {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+                first_number().is_some_and(|number| {
+                    std::net::TcpStream::connect(("127.0.0.1", number)).is_ok()
+                })
+            })
         };
         assert!(answers());
         // All queue pairs of the first port are destroyed.
