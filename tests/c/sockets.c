@@ -3116,25 +3116,6 @@ static const char *closed_by_syscall(size_t arg)
 	return NULL;
 }
 
-/* A server answers and closes the connection although the client goes on writing. The client's write fails, then it reads. */
-static const char *answer_before_reset(size_t arg)
-{
-	struct pair p;
-	int i = 0;
-
-	(void)arg;
-	TRY(connected(&p));
-	TRY(text(p.a, "unread"));
-	TRY(text(p.b, "answer"));
-	close(p.b);
-	while (write(p.a, "more", 4) == 4)
-		ENSURE(i++ < LONG_MS && !usleep(1000), "writes go on");
-	ENSURE(errno == EPIPE || errno == ECONNRESET, "write: %s", strerror(errno));
-	ENSURE(write(p.a, "more", 4) < 0 && errno == EPIPE, "second write: %s", strerror(errno));
-	TRY(takes(p.a, "answer"));
-	return NULL;
-}
-
 /* A read at the end of the data does not change errno, at which OpenSSL looks then. */
 static const char *end_keeps_errno(size_t arg)
 {
@@ -3287,7 +3268,6 @@ static const struct test tests[] = {
 	{ "prints", prints, 0, 0, false },
 	{ "prints_to_standard_output", prints_to_standard_output, 0, 0, false },
 	{ "closed_by_syscall", closed_by_syscall, 0, 0, false },
-	{ "answer_before_reset", answer_before_reset, 0, 0, false },
 	{ "end_keeps_errno", end_keeps_errno, 0, 0, false },
 };
 

@@ -1410,22 +1410,11 @@ impl Stream {
             Err(libc::EAGAIN) => self.full = true,
             Err(libc::EINTR) | Ok(_) => {}
             Err(e) => {
-                self.cannot_send(e);
+                self.fail(e);
                 self.error = 0;
             }
         }
         result
-    }
-
-    /// Records that the carrier accepts no more bytes. If the peer has closed the connection, what it has sent before can still be
-    /// read; otherwise the stream is broken.
-    fn cannot_send(&mut self, error: c_int) {
-        let was_broken = self.broken;
-        self.fail(error);
-        if matches!(error, libc::EPIPE | libc::ECONNRESET) && !self.blind {
-            self.broken = was_broken;
-            self.shut_wr = true;
-        }
     }
 
     /// Sends the rest of FPDUs. Returns whether all of it was sent.
@@ -1441,7 +1430,7 @@ impl Stream {
                     break;
                 }
                 Err(e) => {
-                    self.cannot_send(e);
+                    self.fail(e);
                     return false;
                 }
             }
