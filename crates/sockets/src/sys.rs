@@ -576,6 +576,16 @@ pub fn random() -> u64 {
     bits
 }
 
+/// Returns whether the process has children that it has not waited for.
+pub fn has_children() -> bool {
+    // SAFETY: a structure of numbers, which the call fills.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
+    // SAFETY: the structure is writable. No child is waited for.
+    let r = unsafe { libc::waitid(libc::P_ALL, 0, &raw mut info, options) };
+    r == 0 || errno() != libc::ECHILD
+}
+
 /// Returns the limit of open descriptors of the process.
 pub fn descriptors() -> usize {
     let mut limit = libc::rlimit {

@@ -90,8 +90,8 @@ pub struct Sock {
     /// The id of the process that uses the connection. 0 after a fork: the first process that uses the connection sets it.
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
-    /// The connection was not decided when this process was forked, so the other process may use it.
-    undecided_at_fork: AtomicBool,
+    /// The process has inherited the connection, or was forked before the connection was decided, so another process may use it.
+    may_be_shared: AtomicBool,
     /// This process was forked while a thread of the parent held a lock of the connection, so it cannot use the connection.
     lost: AtomicBool,
     /// The program has closed the last descriptor.
@@ -274,10 +274,10 @@ fn turn_back(fd: c_int) {
         && take(fd, bytes.get_mut(..length))
     {
         if n > length {
-            // The peer has ended, and has sent messages behind the Request, which the other program does not understand.
+            // The peer has ended, and has sent messages behind the Request, which only a stream can read.
             sys::disconnect(fd);
         }
-        // If this fails the connection is broken, and the other program gets the error.
+        // If this fails the connection is broken, and the next call on it, if there is one, gets the error.
         let _ = sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL);
     }
 }
@@ -309,7 +309,7 @@ impl Sock {
             copied: AtomicBool::new(false),
             owner: Mutex::new(None),
             forked: AtomicBool::new(false),
-            undecided_at_fork: AtomicBool::new(false),
+            may_be_shared: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             parked: AtomicBool::new(false),
@@ -324,7 +324,7 @@ impl Sock {
         sock.numbers.store(1, Ordering::Relaxed);
         sock.copied.store(false, Ordering::Relaxed);
         sock.forked.store(false, Ordering::Relaxed);
-        sock.undecided_at_fork.store(false, Ordering::Relaxed);
+        sock.may_be_shared.store(false, Ordering::Relaxed);
         sock.lost.store(false, Ordering::Relaxed);
         sock.closed.store(false, Ordering::Relaxed);
         sock.mode.store(mode as u8, Ordering::Release);
@@ -479,7 +479,11 @@ impl Sock {
     /// Returns the resulting mode.
     pub fn decide(&'static self, fd: c_int, writes: bool) -> Mode {
         match self.mode() {
-            Mode::Accepted => self.look(fd, writes),
+            Mode::Accepted => {
+                let errno = sys::errno();
+                self.look(fd, writes);
+                sys::set_errno(errno);
+            }
             Mode::Connecting => {
                 if sys::is_established(fd) {
                     self.start(fd);
@@ -685,7 +689,7 @@ impl Sock {
     /// afterwards each process has a copy of them, and they could be sent twice or never.
     pub fn before_fork(&self, fd: c_int) {
         if self.mode() == Mode::Accepted {
-            self.undecided_at_fork.store(true, Ordering::Relaxed);
+            self.may_be_shared.store(true, Ordering::Relaxed);
         }
         self.uncork_now(fd);
         if let Some(owner) = self.owner.try_lock()
@@ -790,7 +794,6 @@ impl Sock {
     /// Sends the last bytes of the process, which may be in a signal handler. See [`Stream::end`]. The stream stays locked, because the
     /// other threads must not use it any more.
     pub fn end(&self, fd: c_int, until: Instant, patience: Instant) {
-        self.leave_unused(fd);
         let is_alone = !self.forked.load(Ordering::Acquire);
         let end = |stream: &mut Stream| stream.end(fd, until, is_alone);
         let inner = self.with_free(Some(patience), end);
@@ -1329,8 +1332,9 @@ impl Sock {
 
     // ------------------------------------------------------------------ the end
 
-    /// Called when the program closes the descriptor `fd`, after it was removed from the table and before the kernel closes it.
-    pub fn closing(&'static self, fd: c_int) {
+    /// Called when the program closes the descriptor `fd`, after it was removed from the table and before the kernel closes it. Without
+    /// `by_program` the kernel has closed it before, and the number may belong to another connection.
+    pub fn closing(&'static self, fd: c_int, by_program: bool) {
         let _stays = sys::NotCancelled::begin();
         if self.is_lost() {
             // A thread that does not exist in this process holds the locks of this object, so the object is not reused.
@@ -1369,7 +1373,7 @@ impl Sock {
                     }
                     worker::drain(fd, stream);
                 }
-            } else {
+            } else if by_program {
                 self.leave_unused(fd);
             }
         } else if self.mode() == Mode::Up
@@ -1384,17 +1388,27 @@ impl Sock {
         self.drop_number();
     }
 
+    /// Called for a connection that the process has inherited.
+    pub fn is_inherited(&self) {
+        self.may_be_shared.store(true, Ordering::Relaxed);
+    }
+
     /// Refuses the Request of an accepted connection that is closed before its first use. The kernel would answer an unread Request with
-    /// a reset instead of the end of the data.
+    /// a reset instead of the end of the data. If another process may have the connection, it decides. The functions that start a child
+    /// with vfork call no fork handler, so a process with children leaves the Request unread.
     fn leave_unused(&self, fd: c_int) {
-        if self.is_lost() || self.undecided_at_fork.load(Ordering::Relaxed) {
+        if self.is_lost() || self.may_be_shared.load(Ordering::Relaxed) {
             return;
         }
+        let _stays = sys::NotCancelled::begin();
+        let errno = sys::errno();
         if let Some(_inner) = self.inner.try_lock()
             && self.mode() == Mode::Accepted
+            && !sys::has_children()
         {
             turn_back(fd);
         }
+        sys::set_errno(errno);
     }
 
     /// Sends the pending bytes before the process exits, and waits until the peer's kernel has acknowledged them. Otherwise the

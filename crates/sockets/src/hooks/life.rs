@@ -27,7 +27,8 @@ use std::time::{Duration, Instant};
 /// Sets the table entry of `fd`, and closes the object of the previous entry.
 fn set_entry(fd: c_int, entry: Entry) {
     match table::replace(fd, entry) {
-        Entry::Sock(sock) => sock.closing(fd),
+        // Another entry replaces it if the program has closed the descriptor by a call that the library does not see.
+        Entry::Sock(sock) => sock.closing(fd, matches!(entry, Entry::Other)),
         Entry::Set(set) => {
             if set.drop_number(fd) {
                 early::forget_set(set);
@@ -407,14 +408,22 @@ pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
 /// See `close(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn close(fd: c_int) -> c_int {
+    match end_entry(fd) {
+        // SAFETY: no pointer is passed.
+        Ok(()) => unsafe { real::close(fd) },
+        Err(errno) => fail(errno),
+    }
+}
+
+/// Ends the object of a descriptor that the program closes. An error: the descriptor is not the program's.
+fn end_entry(fd: c_int) -> Result<(), c_int> {
     match table::get(fd) {
         Entry::Other => {}
         _ if owner::is_visitor() => {}
-        Entry::Own => return fail(libc::EBADF),
+        Entry::Own => return Err(libc::EBADF),
         _ => set_entry(fd, Entry::Other),
     }
-    // SAFETY: no pointer is passed.
-    unsafe { real::close(fd) }
+    Ok(())
 }
 
 /// Removes the table entries of a range of descriptors that the program closes. Calls `call` for the subranges that contain no
@@ -942,7 +951,9 @@ pub(crate) fn adopt_connection(fd: c_int) {
         sock.add_number();
         set_entry(fd, Entry::Sock(sock));
     } else if let Some(is_strict) = by_address(fd) {
-        set_entry(fd, Entry::Sock(Sock::new(State::Accepted, is_strict)));
+        let sock = Sock::new(State::Accepted, is_strict);
+        sock.is_inherited();
+        set_entry(fd, Entry::Sock(sock));
         show::undecided(fd);
     }
 }
@@ -1074,7 +1085,7 @@ pub extern "C-unwind" fn _Exit(status: c_int) -> ! {
 }
 
 /// See `syscall(2)`. `io_uring_setup` is refused, because the library cannot intercept reads and writes through a ring. `SYS_close`,
-/// by which libuv closes descriptors, is like [`close`].
+/// by which libuv closes descriptors, is like [`close`] but no cancellation point.
 ///
 /// # Safety
 /// The requirements of `syscall` apply.
@@ -1091,8 +1102,10 @@ pub unsafe extern "C-unwind" fn syscall(
     if number == libc::SYS_io_uring_setup && policy::settings().hides_io_uring {
         return fail(libc::ENOSYS) as c_long;
     }
-    if number == libc::SYS_close {
-        return close(a as c_int) as c_long;
+    if number == libc::SYS_close
+        && let Err(errno) = end_entry(a as c_int)
+    {
+        return fail(errno) as c_long;
     }
     // SAFETY: upheld by the caller.
     unsafe { real::syscall(number, a, b, c, d, e, f) }
