@@ -398,10 +398,19 @@ impl DatagramQp {
                 self.incoming.state = Some(state);
             }
             Order::Replaces => {
-                // Anyone can forge a datagram with another epoch. It counts only if its message can be received, and a Write that cannot
-                // be received does not end the incomplete message. A Send ends it first, because it may need its receive.
-                if identity.base.is_none() {
-                    self.give_up();
+                // Anyone can forge a datagram with another epoch. It counts only if its message can be received, and otherwise does not end
+                // the incomplete message.
+                if let Some(MessageState::Open(incomplete)) = &self.incoming.state {
+                    match (&incomplete.receive, identity.base) {
+                        // The STag of an empty Write is not checked, so anyone can send one.
+                        (_, Some(_)) if identity.length == 0 => return Err(Dropped::Late),
+                        (Some(request), None) if u64::from(identity.length) > room(request) => {
+                            return Err(Dropped::TooLong);
+                        }
+                        // The Send gets the receive of the incomplete message.
+                        (Some(_), None) => self.give_up(),
+                        _ => {}
+                    }
                 }
                 let open = self.open(identity)?;
                 self.give_up();
@@ -537,8 +546,7 @@ impl DatagramQp {
     /// Takes the oldest posted receive for a message of `len` bytes. A receive that is too short stays posted.
     pub(super) fn take_receive(&mut self, len: u64) -> Result<(RecvRequest, Places), Dropped> {
         let request = self.base.take_receive().ok_or(Dropped::NoReceive)?;
-        let room: u64 = request.sges.iter().map(|s| u64::from(s.len)).sum();
-        if len > room {
+        if len > room(&request) {
             self.base.rq.put_back(request);
             return Err(Dropped::TooLong);
         }
@@ -612,6 +620,11 @@ impl DatagramQp {
 
 /// Returns the properties of the message that a datagram belongs to. Fails if the message is not a Send, a Write or a
 /// Write-Record, or if the header and the shim contradict each other.
+/// The length of the longest message that a receive has room for.
+fn room(request: &RecvRequest) -> u64 {
+    request.sges.iter().map(|s| u64::from(s.len)).sum()
+}
+
 pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     let shim = &datagram.shim;
     let opcode = datagram.header.opcode();

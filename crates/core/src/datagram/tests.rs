@@ -1083,22 +1083,34 @@ fn uc_forged_epoch_stops_the_peer_for_a_few_seconds_at_most() {
 }
 
 #[test]
-fn uc_forged_write_that_is_refused_ends_no_message() {
-    let (mut a, mut b) = pair(Kind::Uc);
-    let op = write(&b, 2000, None);
-    let sent = five(&mut a, &b, op, 1);
-    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
-    a.qp.epoch ^= 0x5555;
-    let beyond = write(&b, SIZE as u64, None);
-    let forged = five(&mut a, &b, beyond, 2);
-    assert_eq!(
-        b.receive_datagram(&a, &forged[0].bytes),
-        Err(Dropped::Access)
-    );
-    for datagram in &sent[1..] {
-        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
+fn uc_forged_message_that_is_refused_ends_no_message() {
+    for is_send in [true, false] {
+        for (which, why) in [
+            (0, Dropped::Access),
+            (1, Dropped::Late),
+            (2, Dropped::TooLong),
+        ] {
+            let (mut a, mut b) = pair(Kind::Uc);
+            b.recv(50, 2000, LEN as u32 + 1);
+            let true_op = match is_send {
+                true => SEND,
+                false => write(&b, 2000, None),
+            };
+            let sent = five(&mut a, &b, true_op, 1);
+            assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
+            let beyond = write(&b, SIZE as u64, None);
+            let (op, len) = [(beyond, 100), (beyond, 0), (SEND, LEN as u32 + 2)][which];
+            let payload = Payload::Sges(smallvec![a.sge(0, len)]);
+            a.qp.epoch ^= 0x5555;
+            a.qp.post_send(request(2, op, payload, &b)).unwrap();
+            let forged = a.tx();
+            assert_eq!(b.receive_datagram(&a, &forged[0].bytes), Err(why));
+            for datagram in &sent[1..] {
+                assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
+            }
+            arrived(&b, true_op, 50);
+        }
     }
-    arrived(&b, op, 1);
 }
 
 #[test]
