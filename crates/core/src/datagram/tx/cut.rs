@@ -118,16 +118,18 @@ impl DatagramQp {
             // is needed too, since the original may be lost.
             size += self.cut_parity(current, out);
         }
-        if last && current.message.opcode == Opcode::WriteRecord && self.options.repeats > 0 {
-            let datagram = self.end_again(current);
-            if self.trailers.len() < TRAILERS {
-                self.trailers.push_back(Trailer {
-                    datagram,
-                    left: self.options.repeats,
-                });
-            }
-        } else if last && !self.trailers.is_empty() {
+        if last {
             self.repeat_end(out);
+        }
+        if last && current.message.opcode == Opcode::WriteRecord && self.options.repeats > 0 {
+            if self.trailers.len() == TRAILERS {
+                self.end_repeats(out);
+            }
+            let datagram = self.end_again(current);
+            self.trailers.push_back(Trailer {
+                datagram,
+                left: self.options.repeats,
+            });
         }
         size
     }

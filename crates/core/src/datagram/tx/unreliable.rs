@@ -436,6 +436,16 @@ impl DatagramQp {
         Some(waits + bounds::DATAGRAM_STALL)
     }
 
+    /// Sends all repeats that are left of the oldest Write-Record.
+    pub(super) fn end_repeats(&mut self, out: &mut Vec<TxDatagram>) {
+        if let Some(trailer) = self.trailers.pop_front() {
+            for _ in 0..trailer.left {
+                out.push(trailer.datagram.clone());
+                self.unwritten.push(SendEffect::Nothing);
+            }
+        }
+    }
+
     /// Repeats the final datagram of an earlier Write-Record. Returns false if there is none.
     pub(super) fn repeat_end(&mut self, out: &mut Vec<TxDatagram>) -> bool {
         let Some(mut trailer) = self.trailers.pop_front() else {
