@@ -161,9 +161,15 @@ impl Hints {
         let domain = self.domain.map_or(no_domain, |d| d.domain);
         let named = OPENED.named(fabric, domain);
         // An answer from the time when other objects were open is still usable as hints. It names this provider.
-        let named = named.or_else(|| match self.provider {
-            Some(_) => OPENED.named(no_fabric, no_domain),
-            None => None,
+        let named = named.or_else(|| {
+            self.provider.as_ref()?;
+            let is_open = OPENED.named(no_fabric, domain).is_some();
+            let without_domain = OPENED.named(fabric, no_domain);
+            match (domain.is_null(), is_open) {
+                // Both are open, and do not belong together.
+                (false, true) if !fabric.is_null() && without_domain.is_some() => None,
+                _ => without_domain.or_else(|| OPENED.named(no_fabric, no_domain)),
+            }
         });
         let Some((fabric, domain)) = named else {
             return Err("a fabric or domain of another provider is requested");
@@ -310,7 +316,7 @@ impl Hints {
             {
                 return Err("sizes of the domain are too large");
             }
-            // The numbers of completion queues, endpoints and contexts in hints are not limits but preferences.
+            // Like libfabric's own checks, this does not refuse larger numbers of completion queues, endpoints and contexts.
             if domain.cntr_cnt > QUEUES || domain.mr_cnt > REGIONS {
                 return Err("more objects are requested than a domain has");
             }

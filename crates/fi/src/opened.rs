@@ -42,7 +42,9 @@ impl Opened {
     pub fn remove<T>(&self, object: *mut T) {
         let mut lists = self.lock();
         lists.fabrics.retain(|at| *at != object.addr());
-        lists.domains.retain(|(at, _)| *at != object.addr());
+        lists
+            .domains
+            .retain(|(at, of)| *at != object.addr() && *of != object.addr());
     }
 
     /// Returns the fabric and the domain that a program has named. If it has named only one of them, or none, returns the first ones that

@@ -1082,9 +1082,7 @@ impl Stream {
             };
             // What is left in the carrier is not reported again to an edge-triggered set: the end behind a message without payload, or
             // a limit or an urgent byte behind the payload.
-            let may_follow = |s: &Self| {
-                !s.is_exhausted() && (!s.is_writable() || only_urgent && s.urgent.is_none())
-            };
+            let may_follow = |s: &Self| !s.is_writable() || only_urgent && s.urgent.is_none();
             while (self.queue.len() == before || may_follow(self)) && self.pull(fd, None, most) {}
         }
         if events & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP) != 0 {
@@ -1775,6 +1773,9 @@ impl Stream {
     /// # Errors
     /// The errors of [`Self::write`].
     pub fn write_urgent(&mut self, fd: c_int, byte: u8) -> Result<(), c_int> {
+        if self.error != 0 {
+            return Err(self.take_error());
+        }
         if self.shut_wr || self.broken {
             return Err(libc::EPIPE);
         }

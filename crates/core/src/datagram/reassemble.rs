@@ -200,6 +200,11 @@ impl Incoming {
         }
     }
 
+    /// Returns whether a datagram of the newest message has arrived in the last few seconds.
+    pub(crate) fn is_recent(&self, now: Duration) -> bool {
+        now.saturating_sub(self.at) < REPLACED_FOR
+    }
+
     /// Begins with message `id` of the queue pair that replaces the peer's earlier one, whose numbers begin anew.
     pub(crate) fn replace(&mut self, epoch: u16, id: u32, now: Duration) {
         self.before = self.epoch.map(|before| Replaced::new(before, now));

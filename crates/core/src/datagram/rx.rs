@@ -403,7 +403,11 @@ impl DatagramQp {
                 if let Some(MessageState::Open(incomplete)) = &self.incoming.state {
                     match (&incomplete.receive, identity.base) {
                         // The STag of an empty Write is not checked, so anyone can send one.
-                        (_, Some(_)) if identity.length == 0 => return Err(Dropped::Late),
+                        (_, Some(_))
+                            if identity.length == 0 && self.incoming.is_recent(self.now) =>
+                        {
+                            return Err(Dropped::Late);
+                        }
                         (Some(request), None) if u64::from(identity.length) > room(request) => {
                             return Err(Dropped::TooLong);
                         }
@@ -618,13 +622,13 @@ impl DatagramQp {
     }
 }
 
-/// Returns the properties of the message that a datagram belongs to. Fails if the message is not a Send, a Write or a
-/// Write-Record, or if the header and the shim contradict each other.
 /// The length of the longest message that a receive has room for.
 fn room(request: &RecvRequest) -> u64 {
     request.sges.iter().map(|s| u64::from(s.len)).sum()
 }
 
+/// Returns the properties of the message that a datagram belongs to. Fails if the message is not a Send, a Write or a
+/// Write-Record, or if the header and the shim contradict each other.
 pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     let shim = &datagram.shim;
     let opcode = datagram.header.opcode();

@@ -404,7 +404,9 @@ impl Sock {
         if is_new {
             LIVE.fetch_sub(1, Ordering::Relaxed);
             show::plain(fd, why);
-            policy::stays_plain(fd, why);
+            if why != Why::Disconnected {
+                policy::stays_plain(fd, why);
+            }
             for set in std::mem::take(&mut *lock(&self.sets)) {
                 set.forget(fd);
             }
@@ -414,7 +416,8 @@ impl Sock {
         if table::forget(fd, self) {
             self.drop_number();
         }
-        if self.is_strict() {
+        // A socket that was disconnected has no connection that could be plain.
+        if self.is_strict() && why != Why::Disconnected {
             log::line(&format!(
                 "connection {fd} is plain, and a rule requires RDMA: it is shut down"
             ));
@@ -478,12 +481,12 @@ impl Sock {
     ///
     /// Returns the resulting mode.
     pub fn decide(&'static self, fd: c_int, writes: bool) -> Mode {
+        if self.mode() == Mode::Up {
+            return Mode::Up;
+        }
+        let errno = sys::errno();
         match self.mode() {
-            Mode::Accepted => {
-                let errno = sys::errno();
-                self.look(fd, writes);
-                sys::set_errno(errno);
-            }
+            Mode::Accepted => self.look(fd, writes),
             Mode::Connecting => {
                 if sys::is_established(fd) {
                     self.start(fd);
@@ -494,6 +497,7 @@ impl Sock {
             }
             Mode::Up => {}
         }
+        sys::set_errno(errno);
         self.mode()
     }
 
@@ -604,13 +608,14 @@ impl Sock {
                     self.turn_away(inner, fd, Why::Option);
                 }
             }
-            Mode::Connecting => {
+            Mode::Connecting if !self.is_lost() => {
+                let _stays = sys::NotCancelled::begin();
                 let inner = lock(&self.inner);
                 if self.mode() == Mode::Connecting {
                     self.send_no_request(inner, fd, Why::Option);
                 }
             }
-            Mode::Accepted | Mode::Plain => {}
+            Mode::Accepted | Mode::Connecting | Mode::Plain => {}
         }
         self.mode() == Mode::Plain
     }
@@ -618,13 +623,20 @@ impl Sock {
     /// Called when the program has disconnected the socket. Its next connection is plain. The stream is not closed, because that would end
     /// the next connection.
     pub fn disconnected(&'static self, fd: c_int) {
+        let _stays = sys::NotCancelled::begin();
         let errno = sys::errno();
-        let stream = lock(&self.inner).take();
-        if let Some(stream) = stream {
-            stream.delay(fd);
+        if self.is_lost() {
+            if table::forget(fd, self) {
+                self.drop_number();
+            }
+        } else {
+            let stream = lock(&self.inner).take();
+            if let Some(stream) = stream {
+                stream.delay(fd);
+            }
+            self.go_plain(fd, Why::Disconnected);
+            self.wake_followers();
         }
-        self.go_plain(fd, Why::Disconnected);
-        self.wake_followers();
         sys::set_errno(errno);
     }
 
@@ -884,9 +896,14 @@ impl Sock {
             let failed = match got {
                 Got::Failed(errno) => errno,
                 Got::Nothing | Got::Bytes | Got::Whole => 0,
-                Got::Closed => return (Err(libc::EBADF), false),
+                // The receiver must not end while the stream is locked.
+                Got::Closed => {
+                    drop(inner);
+                    return (Err(libc::EBADF), false);
+                }
             };
             let Some(stream) = inner.as_mut() else {
+                drop(inner);
                 return (Err(GONE), false);
             };
             let may_pull = failed == 0 && self.may_pull();

@@ -24,11 +24,20 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Sets the table entry of `fd`, and closes the object of the previous entry.
+/// Sets the table entry of `fd`, and closes the object of the previous entry. If there is one, the program has closed its descriptor by
+/// a call that the library does not see.
 fn set_entry(fd: c_int, entry: Entry) {
+    replace_entry(fd, entry, false);
+}
+
+/// Removes the table entry of a descriptor that the program closes.
+fn close_entry(fd: c_int) {
+    replace_entry(fd, Entry::Other, true);
+}
+
+fn replace_entry(fd: c_int, entry: Entry, by_program: bool) {
     match table::replace(fd, entry) {
-        // Another entry replaces it if the program has closed the descriptor by a call that the library does not see.
-        Entry::Sock(sock) => sock.closing(fd, matches!(entry, Entry::Other)),
+        Entry::Sock(sock) => sock.closing(fd, by_program),
         Entry::Set(set) => {
             if set.drop_number(fd) {
                 early::forget_set(set);
@@ -421,7 +430,7 @@ fn end_entry(fd: c_int) -> Result<(), c_int> {
         Entry::Other => {}
         _ if owner::is_visitor() => {}
         Entry::Own => return Err(libc::EBADF),
-        _ => set_entry(fd, Entry::Other),
+        _ => close_entry(fd),
     }
     Ok(())
 }
@@ -444,7 +453,7 @@ fn close_parts(
         }
     });
     for fd in all {
-        set_entry(fd, Entry::Other);
+        close_entry(fd);
     }
     let mut from = first;
     for number in own {
@@ -558,7 +567,7 @@ fn overwrites(fd: c_int, to: c_int) {
                 _ => {}
             });
         }
-        set_entry(to, Entry::Other);
+        close_entry(to);
     }
 }
 

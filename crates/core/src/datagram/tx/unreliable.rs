@@ -436,7 +436,7 @@ impl DatagramQp {
         Some(waits + bounds::DATAGRAM_STALL)
     }
 
-    /// Sends all repeats that are left of the oldest Write-Record.
+    /// Sends all repeats that are left of the Write-Record whose end was repeated least recently.
     pub(super) fn end_repeats(&mut self, out: &mut Vec<TxDatagram>) {
         if let Some(trailer) = self.trailers.pop_front() {
             for _ in 0..trailer.left {
