@@ -1546,10 +1546,10 @@ impl Link {
         Ok(())
     }
 
-    /// Invalidates the window of the message `ready`.
+    /// Invalidates the window of the message `ready`. `EPROTO`: the peer has invalidated it, and has not written to the receive.
     fn unbind(&self, ready: u32) -> Result<(), c_int> {
         let window = self.windows.iter().find(|w| w.ready == Some(ready));
-        let rkey = window.ok_or(libc::EIO)?.rkey;
+        let rkey = window.ok_or(libc::EPROTO)?.rkey;
         let id = UNBOUND | u64::from(ready);
         let signaled = ffi::IBV_SEND_SIGNALED;
         let mut wr = request(id, ffi::IBV_WR_LOCAL_INV, &mut [], (0, 0), signaled);
