@@ -71,7 +71,8 @@ static const char *listens(int *listener, struct sockaddr_in *at, int option, in
 	return NULL;
 }
 
-static const char *connected(struct pair *p)
+/* Opens a connection on which nothing has been sent yet. */
+static const char *accepted(struct pair *p)
 {
 	struct sockaddr_in at;
 	int listener;
@@ -84,6 +85,12 @@ static const char *connected(struct pair *p)
 	p->b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
 	ENSURE(p->b >= 0, "accept4: %s", strerror(errno));
 	keep_fd(p->b);
+	return NULL;
+}
+
+static const char *connected(struct pair *p)
+{
+	TRY(accepted(p));
 	return greet(p);
 }
 
@@ -2792,7 +2799,16 @@ static void *receives_nothing(void *fd)
 	return (void *)(recv(*(int *)fd, &byte, 1, 0) > 0 ? "a byte arrives" : NULL);
 }
 
-enum { WITH_COPY = 1, UNREAD = 2, IN_SET = 4, BESIDE_READER = 8 };
+static void *writes_much(void *fd)
+{
+	static char block[1 << 20];
+
+	while (write(*(int *)fd, block, sizeof block) > 0)
+		;
+	return NULL;
+}
+
+enum { WITH_COPY = 1, UNREAD = 2, IN_SET = 4, BESIDE_READER = 8, BESIDE_WRITER = 16 };
 
 /* A socket that the program disconnects can connect again. Nothing of the first connection affects the second one. */
 static const char *connects_again(size_t how)
@@ -2803,8 +2819,8 @@ static const char *connects_again(size_t how)
 	struct sockaddr_in at;
 	struct pollfd ready;
 	int listener, copy, set;
+	pthread_t reader, writer;
 	const char *result;
-	pthread_t reader;
 	struct pair p;
 	char byte;
 
@@ -2824,9 +2840,16 @@ static const char *connects_again(size_t how)
 		ENSURE(!pthread_create(&reader, NULL, receives_nothing, &p.a), "pthread_create");
 		sleep_ms(SHORT_MS);
 	}
+	if (how & BESIDE_WRITER) {
+		ENSURE(!pthread_create(&writer, NULL, writes_much, &p.a), "pthread_create");
+		sleep_ms(10 * SHORT_MS);
+	}
 	TRY(listens(&listener, &at, 0, 0));
 	ENSURE(!connect(p.a, &none, sizeof none), "connect with AF_UNSPEC: %s", strerror(errno));
-	ENSURE(read(p.b, &byte, 1) <= 0, "the first connection does not end");
+	if (how & BESIDE_WRITER)
+		ENSURE(!pthread_join(writer, NULL), "pthread_join");
+	else
+		ENSURE(read(p.b, &byte, 1) <= 0, "the first connection does not end");
 	if (how & BESIDE_READER) {
 		ENSURE(!pthread_join(reader, (void **)&result), "pthread_join");
 		ENSURE(!result, "%s", result);
@@ -3070,19 +3093,12 @@ static const char *prints(size_t arg)
 /* A program makes an accepted connection its standard output, and prints. */
 static const char *prints_to_standard_output(size_t arg)
 {
-	struct sockaddr_in at;
-	int listener, status;
+	int status;
 	struct pair p;
 	pid_t child;
 
 	(void)arg;
-	TRY(listens(&listener, &at, 0, 0));
-	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-	keep_fd(p.a);
-	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
-	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
-	keep_fd(p.b);
+	TRY(accepted(&p));
 	fflush(stdout);
 	child = fork();
 	ENSURE(child >= 0, "fork: %s", strerror(errno));
@@ -3106,19 +3122,11 @@ static const char *prints_to_standard_output(size_t arg)
 /* A program that has only written closes its descriptor without the C library. */
 static const char *closed_by_syscall(size_t arg)
 {
-	struct sockaddr_in at;
 	char word[8] = "";
-	int listener;
 	struct pair p;
 
 	(void)arg;
-	TRY(listens(&listener, &at, 0, 0));
-	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-	keep_fd(p.a);
-	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
-	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
-	keep_fd(p.b);
+	TRY(accepted(&p));
 	ENSURE(write(p.a, "last", 4) == 4, "write: %s", strerror(errno));
 	ENSURE(!syscall(SYS_close, p.a), "SYS_close: %s", strerror(errno));
 	TRY(takes(p.b, "last"));
@@ -3271,6 +3279,7 @@ static const struct test tests[] = {
 	{ "connects_again_with_unread_data", connects_again, UNREAD, 0, false },
 	{ "connects_again_in_a_set", connects_again, IN_SET, 0, false },
 	{ "connects_again_beside_a_reader", connects_again, BESIDE_READER, 0, false },
+	{ "connects_again_beside_both", connects_again, BESIDE_READER | BESIDE_WRITER, 0, false },
 	{ "accepted_by_copy", accepted_by_copy, AFTER_LISTEN, 0, false },
 	{ "accepted_by_copy_before_listen", accepted_by_copy, BEFORE_LISTEN, 0, false },
 	{ "accepted_by_copy_only", accepted_by_copy, ORIGINAL_CLOSED, 0, false },

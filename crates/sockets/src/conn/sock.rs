@@ -627,7 +627,7 @@ impl Sock {
         let errno = sys::errno();
         if self.is_lost() {
             if table::forget(fd, self) {
-                self.drop_number();
+                self.closing(fd, false);
             }
         } else {
             let stream = lock(&self.inner).take();
