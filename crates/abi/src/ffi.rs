@@ -33,8 +33,8 @@ fn catch<T>(name: &'static str, body: impl FnOnce() -> Result<T, Errno>) -> Resu
     }
 }
 
-/// For functions that return 0 or an errno value. The manual pages call the result the value of errno, and programs use either: UCX
-/// prints errno (`%m`). So a failure also sets it.
+/// For functions that return 0 or an errno value. The manual pages call the result the value of errno. Some programs read `errno`
+/// instead of the result: UCX prints it (`%m`). So a failure also sets `errno`.
 pub fn errno(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) -> c_int {
     let _inside = Uncancelled::new();
     errno_fast(name, body)

@@ -112,7 +112,7 @@ fn with_room(
     third
 }
 
-/// Sets `SO_REUSEADDR`.
+/// Turns `SO_REUSEADDR` on or off.
 fn share(fd: c_int, on: bool) {
     let on = c_int::from(on);
     // SAFETY: `on` is live during the call, and its size is passed.

@@ -2,7 +2,8 @@
 //!
 //! `ANYWARP_DEVICE_PROFILE` selects one. A program that works with a profile uses only features of that device. The device
 //! itself is not emulated: data is transferred as without a profile. The sources of all figures are in `docs/profiles.md`. If
-//! a device does not document a limit, or its limit is higher than that of anywarp, that of anywarp applies.
+//! a device does not document a limit, or its limit is higher than that of anywarp, that of anywarp applies. The limits of
+//! multicast groups are only reported, and may be higher than those of anywarp.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -580,7 +581,7 @@ mod tests {
         assert!(by_name(Some("mlx4")).is_none());
     }
 
-    /// The limits of a profile must be within those of this device.
+    /// The limits that a profile enforces are within those of this device.
     #[test]
     fn no_profile_promises_more_than_the_device_has() {
         let a = &ANYWARP;

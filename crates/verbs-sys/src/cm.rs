@@ -1,6 +1,6 @@
 //! The types and constants of `rdma/rdma_cma.h` and `rdma/rsocket.h`, as laid out by rdma-core 44.
 //!
-//! The conventions are those of [`crate::verbs`]. The test in `layout.rs` compares every line with the headers.
+//! The conventions are those of [`crate::verbs`]. The test in `layout.rs` compares the same declarations with the headers.
 #![allow(
     missing_docs,
     reason = "the manual pages of librdmacm document these names; a copy here would become outdated"

@@ -2,7 +2,7 @@
 //!
 //! The names are those of C, so that an entry point can be compared with its manual page. C enums are integers here, because
 //! a program may pass any number, and a Rust enum with an unlisted value would be undefined behaviour. The test in
-//! `layout.rs` compares every line with the distribution's headers.
+//! `layout.rs` compares all that `c_types!` and `c_consts!` declare with the distribution's headers.
 //!
 //! A constant of a C enum has the type of the field in which it is used if that is a plain integer (access flags, masks), and
 //! otherwise the enum's alias.

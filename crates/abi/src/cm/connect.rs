@@ -278,7 +278,8 @@ entry! {
         // SAFETY: upheld by the caller.
         let id = unsafe { live::<IdObject, _>(id) }?;
         let event_follows = id.engine.disconnect().map_err(|e| os_errno(&e))?;
-        // No event follows if the connection has ended before and the program has already taken the event that reported this.
+        // There is no event to wait for if there is no connection yet, or if it has ended before and the program has already taken
+        // the event that reported this.
         if event_follows || id.is_synchronous() && id.has_events() {
             complete(id)?;
         }

@@ -208,7 +208,7 @@ pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
         return Err(crate::ffi::last_errno());
     }
     id.c.set(|c| c.event = event);
-    // SAFETY: the object was created above.
+    // SAFETY: the event was taken above and is acknowledged later.
     let (kind, status) = unsafe { ((*event).event, (*event).status) };
     match (kind, status) {
         (_, 0) => Ok(()),

@@ -196,7 +196,7 @@ fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
 }
 
 /// Makes the queue pair in the public field of the identifier the one that the engine connects. A program may have moved it there from another
-/// identifier, as uDAPL does, and a moved one must not be connected by the identifier that had it before.
+/// identifier, as uDAPL does, and a moved queue pair must not be connected by the identifier that had it before.
 ///
 /// # Safety
 /// The field is null or points to a live queue pair of this library.

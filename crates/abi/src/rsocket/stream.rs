@@ -39,7 +39,7 @@ use super::wire::{self, AREA, AREAS, Area, Hello, MAPPING, MESSAGE, Message};
 use super::{Kind, Socket, Wait};
 use crate::ffi::{misuse, os_errno};
 
-/// The most bytes of the stream in one RDMA Write. With its header it is one FPDU.
+/// The most bytes of the stream in one RDMA Write. With its header it fits into one FPDU.
 pub(super) const TRANSFER: usize = 64_000;
 /// The number of receives that are posted beyond the peer's credits (permissions to send a message), because its control messages use
 /// no credits.
@@ -50,7 +50,8 @@ const LINGER: Duration = Duration::from_secs(5);
 /// The longest time that `rclose` then waits until a peer with librdmacm's rsockets has closed its end. The limit of [`LINGER`] or
 /// `SO_LINGER` applies too. Sends of such a peer fail once this end has closed, and librdmacm then discards data that it has received.
 const ANSWER: Duration = Duration::from_millis(100);
-/// The smallest and the largest queue of accepted connections of a listener, whatever its backlog is.
+/// The smallest and the largest queue of accepted connections of a listener, whatever its backlog is. The number of descriptors that
+/// peers may use can set a lower maximum.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
 
 // The `wr_id` of a request: its kind in the upper half. The lower half is the slot of a receive, or the number of bytes of the
@@ -1390,7 +1391,8 @@ mod tests {
         }
     }
 
-    /// Uses the room of the far end for control messages, as if those that it has sent were unacknowledged. Returns how many.
+    /// Uses the room of the far end for control messages, as if those that it has sent were unacknowledged. Returns the number
+    /// of these messages.
     fn use_room(far: &Socket) -> u32 {
         // A message that completed later would make room.
         await_completions(far);
