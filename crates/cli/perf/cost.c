@@ -461,7 +461,7 @@ static volatile unsigned long calls;
 static void called(int signal)
 {
 	(void)signal;
-	/* Only the first system call is counted. It fails without being executed. */
+	/* Only the first system call is counted. It is not executed. */
 	selector = SYSCALL_DISPATCH_FILTER_ALLOW;
 	calls++;
 }

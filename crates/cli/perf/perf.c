@@ -276,7 +276,7 @@ static uint64_t name(const uint8_t *data, uint64_t len)
 	if (word >= WINDOW)
 		return expected;
 	guess = expected - expected % WINDOW + word;
-	/* Any number of consecutive messages may be missing, but a message is late by at most LATE messages. */
+	/* Fewer than WINDOW - LATE consecutive messages may be missing, and a message is late by at most LATE messages. */
 	if (guess >= expected + WINDOW - LATE && guess >= WINDOW)
 		guess -= WINDOW;
 	else if (guess + LATE < expected)

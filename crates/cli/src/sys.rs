@@ -1,5 +1,6 @@
-//! System calls: to try the kernel features that the device uses, for TUN interfaces, socket options and free ports, and to make a
-//! child process end when its parent ends. All unsafe code of this crate is here and in `bench/raw_sys.rs`.
+//! System calls: to try the kernel features that the device uses, for network interfaces, socket options, free ports and the number of
+//! processors, and to make a child process end when its parent ends or inherit the disposition of SIGPIPE. All
+//! unsafe code of this crate is here and in `bench/raw_sys.rs`.
 #![allow(
     unsafe_code,
     reason = "system calls that std does not offer, with plain arguments"

@@ -3,7 +3,7 @@
 /// The unit of the values of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unit {
-    /// Microseconds in one direction; lower is better.
+    /// Microseconds; lower is better.
     Us,
     /// 10^9 bytes per second.
     Gbs,

@@ -72,7 +72,7 @@ pub(crate) struct Perf {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=64))]
     pub(crate) list: u64,
 
-    /// Post as many requests at once as the send queue has room for
+    /// Post as many requests at once as the send queue has room for, up to 128
     #[arg(long, conflicts_with = "list")]
     pub(crate) batch: bool,
 
@@ -92,7 +92,7 @@ pub(crate) struct Perf {
     #[arg(long, conflicts_with = "event")]
     pub(crate) poll: bool,
 
-    /// Number of receive buffers, used in turn; by default as many as fit 32 MiB
+    /// Number of receive buffers, used in turn; by default as many as fit 32 MiB, but at most 65536
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..1 << 20))]
     pub(crate) buffers: Option<u64>,
 

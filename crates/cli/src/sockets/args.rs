@@ -26,9 +26,9 @@ pub(crate) enum Task {
     Run(Run),
     /// Show the sockets of a running program: which use RDMA (upgraded), and why the others do not (plain)
     ///
-    /// Shows for each TCP and UDP socket of the process its mode, its addresses and the bytes that the program has read and
-    /// written. For an upgraded TCP socket it also shows the window and the memory. A forked child is a process of its own: pass
-    /// its process id to see its sockets.
+    /// Shows for each TCP and UDP socket of the process its mode and its addresses. For a socket that uses RDMA it also shows the
+    /// bytes that the program has read and written, and for an upgraded TCP socket the window and the memory. A forked child is a
+    /// process of its own: pass its process id to see its sockets.
     Stat(Stat),
     /// Check the rules, or show which rule decides about a connection
     ///

@@ -1,5 +1,5 @@
-//! Measures unmodified programs: SIPp, ffmpeg, sockperf and iperf3, over the kernel's sockets and, with `anywarp sockets run`,
-//! over iWARP, and perftest over the device.
+//! Measures unmodified programs: SIPp, ffmpeg, sockperf, iperf3, and HAProxy with nginx and memcached, over the kernel's sockets and,
+//! with `anywarp sockets run`, over iWARP, and perftest over the device.
 //!
 //! A *point* is a combination of the values of an experiment's axes. One of them is the *carrier* of the programs' sockets.
 
@@ -107,7 +107,7 @@ impl Programs<'_> {
     }
 
     /// Starts a program with this rule instead of that of the carrier. If the carrier has no rule, the program uses the
-    /// kernel's sockets.
+    /// kernel's sockets, and the device if `self.device` is set.
     fn start_with(
         &mut self,
         part: Part,

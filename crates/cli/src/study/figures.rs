@@ -95,9 +95,9 @@ pub(crate) enum Runner {
     Mpi,
     /// `exs-ttcp`
     Exs,
-    /// SIPp, ffmpeg, sockperf, iperf3 and perftest.
+    /// SIPp, ffmpeg, sockperf, iperf3, perftest, and HAProxy with nginx and memcached.
     Apps,
-    /// Streams of two kinds on a slow link. Each has a virtual lane of its own.
+    /// Streams of two kinds on a slow link. Each kind has a virtual lane of its own.
     Lanes,
     /// No program: no figure of the file can be measured.
     None,

@@ -1,4 +1,4 @@
-//! Streams of two kinds that share a slow link with two lanes, in a network namespace of their own.
+//! Streams of two kinds that share a slow link, each kind in a lane of its own, in a network namespace.
 //!
 //! `anywarp study lanes` runs in the namespace. Either the device arbitrates the link (`ANYWARP_QOS`), or the kernel does: HTB on the
 //! loopback interface selects the class by the DSCP of a packet. The rates are those of the bytes that the peers acknowledge, as

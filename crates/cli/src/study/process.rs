@@ -221,7 +221,7 @@ impl Ended {
         self.0.id()
     }
 
-    /// Returns the output of a program that has exited successfully, or the last line of its error messages.
+    /// Returns the output of a program that has exited successfully, or the line of its error messages that says why it failed.
     pub(crate) fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
         // The pipes are read while the program runs, because it would not end if its output filled a pipe.
         let output = self.0.stdout.take().map(Text::of);

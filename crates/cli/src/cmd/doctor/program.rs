@@ -56,7 +56,7 @@ struct Facts {
     needed: Vec<String>,
     /// Whether the file defines the functions of libibverbs.
     has_verbs: bool,
-    /// Whether the file contains the name of libibverbs as a string.
+    /// Whether the file contains the name of libibverbs or librdmacm as a string and is linked with neither.
     opens_verbs: bool,
     uses_netlink: bool,
 }
