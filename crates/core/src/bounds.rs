@@ -13,7 +13,7 @@
 //! | how long an exiting process waits until peers have acknowledged all data | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
 //! | connections that may wait until the program sets the peer of their queue pair | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
 //! | bytes that a queue pair receives, and sends, before other sources have their turn | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
-//! | bytes of an incomplete FPDU per queue pair | `net/tcp.rs` `rest` | 65,542 |
+//! | bytes of an incomplete FPDU per queue pair | `net/tcp.rs` `rest` | 65,543 |
 //! | bytes that wait for the socket of a trunk | `net/trunk.rs` `PENDING_MAX` | 256 KiB (512 KiB for a stream that ends) and one batch |
 //! | bytes of an incomplete frame of a trunk | `net/trunk.rs` `rest` | 66,571 |
 //! | bytes on a trunk for a queue pair that has not read the peer's last message on its own connection | `net/tcp/seat.rs` `EARLY_MAX` | 4 KiB |
@@ -77,10 +77,10 @@ pub const MULPDU_ANYWARP: usize = 64_766;
 /// Smallest MULPDU to use, in bytes, however small the segments of the path are (RFC 5044 section 4.5: at least 128).
 pub const MULPDU_MIN: usize = 128;
 
-/// A segment with at least this number of payload bytes is sent by reference instead of being copied next to its header.
+/// On a stream without CRCs, a segment of a request with at least this number of payload bytes is sent by reference instead of being
+/// copied next to its header. A copy of fewer bytes costs less than another iovec entry.
 ///
-/// A copy of fewer bytes costs less than another iovec entry. A copy also guarantees that the CRC matches the bytes
-/// that are sent, even if the program changes its buffer meanwhile.
+/// With CRCs every segment is copied, so that its CRC matches the bytes that are sent even if the program changes its buffer meanwhile.
 pub const COPY_LIMIT: usize = 16 * 1024;
 
 /// Bytes that one transmit batch collects before it is handed to the socket.
@@ -93,7 +93,7 @@ pub const TX_BATCH_COPIED: usize = 256 * 1024;
 pub const TX_BATCH_SMALL: usize = 16 * 1024;
 
 /// Connections of a process that may have a large batch waiting for their peers. Further connections use small batches.
-/// So if no peer reads, these connections hold about 320 KiB each, and each further connection one FPDU.
+/// So if no peer reads, these connections hold about 320 KiB each, and each further connection [`TX_BATCH_SMALL`] and one FPDU at most.
 pub const TX_LARGE_WAITING: usize = 128;
 
 /// Pieces (iovec entries) of one transmit batch. The kernel accepts at most 1,024.
@@ -110,7 +110,8 @@ pub const QOS_CATCH_UP: u64 = 10_000_000;
 /// the number of bytes that the link carries in [`QOS_CATCH_UP`], if that is more.
 pub const QOS_AHEAD: i64 = 256 * 1024;
 
-/// A sender on a link that processes share counts as ended if it has not asked to send for this number of nanoseconds.
+/// A sender on a link that processes share counts as ended if for this number of nanoseconds it has not asked to send, and its process has
+/// not accessed the link while the sender waited.
 pub const QOS_SILENCE: u64 = 1_000_000_000;
 
 /// An FPDU is received directly into user memory only if at least this number of its payload bytes has not arrived yet.
@@ -127,18 +128,19 @@ pub const CARRIER_AFTER: u32 = 64;
 /// Bytes of each direction's ring in memory that two ends share, a power of two.
 pub const CARRIER_RING: usize = 256 * 1024;
 
-/// Connections of a process that use memory shared with their peers. Others continue to use their sockets.
+/// Connections and pairs of UDP ports of a process that use memory shared with their peers, together with the unanswered offers of such
+/// memory. Others continue to use their sockets.
 ///
-/// Each poll checks all of them.
+/// Each poll checks the memory of all of them.
 pub const CARRIERS: usize = 64;
 
 /// Queue pairs that two processes must have with each other before their streams share a trunk, unless `ANYWARP_TRUNK` is set.
 pub const TRUNK_MIN: usize = 16;
 
-/// Trunks of a process that peers have opened, and peers to which it opens trunks.
+/// Open trunks of a process from which on it accepts no others, and peer processes with which it may share a trunk.
 pub const TRUNKS: usize = 256;
 
-/// Trunks that one host may open to a process.
+/// Open trunks between a process and one host from which on the process accepts no others from this host.
 pub const TRUNKS_PEER: usize = 16;
 
 /// If at least this number of requests is unacknowledged, a small request may wait to be sent together with others.
@@ -188,13 +190,14 @@ pub const PRIVATE_DATA_MAX: usize = 508;
 /// Bytes of one MPA start-up frame.
 pub const STARTUP_FRAME_MAX: usize = 20 + 512;
 
-/// Payload bytes of one datagram of a segmented (UC) message.
+/// Largest payload of one datagram of a segmented message, bytes.
 pub const DATAGRAM_PAYLOAD: usize = 61_440;
 
 /// Smallest payload of one datagram of a segmented message, bytes, so that headers do not use most of the datagram.
 pub const DATAGRAM_PAYLOAD_MIN: usize = 64;
 
-/// Datagrams that one call of `DatagramQp::poll_tx` creates at most, before they are passed to the socket.
+/// Datagrams after which one call of `DatagramQp::poll_tx` cuts no others, so that these are passed to the socket. The parity datagram and
+/// the repeated final datagrams that follow the last one may exceed this number.
 pub const DATAGRAM_BATCH: usize = 64;
 
 /// Bytes of buffers that a queue pair keeps for the next datagrams.
@@ -239,12 +242,13 @@ pub const RD_WAITING_PEER: usize = 16 << 20;
 /// See [`RD_WAITING_PEER`].
 pub const RD_WAITING: usize = 64 << 20;
 
-/// Bytes of answers to reliable peers that are sent and not acknowledged, in units of [`RD_ANSWER_UNIT`]. A network may not have more
-/// than are free, and a host not more than half as many, so that one network can use half, and one host a third. If there is no room for
-/// the next answer to a peer, the peer is probed from time to time; its reply to the probe makes this end try again.
+/// Bytes of answers to reliable peers that are sent and not acknowledged. The bytes to each peer are rounded up to a multiple of
+/// [`RD_ANSWER_UNIT`]. A network may not have more than are free, and a host not more than half as many, so that one network can use half,
+/// and one host a third. If there is no room for the next answer to a peer, the peer is probed from time to time; its reply to the probe
+/// makes this end try again.
 pub const RD_ANSWER_BYTES: usize = 256 << 20;
-/// The unit in which these bytes are counted. The first [`RD_ANSWER_FREE`] bytes to each peer are not counted, so that short answers need
-/// no accounting.
+/// The unit in which these bytes are counted. Up to [`RD_ANSWER_FREE`] bytes to a peer are not counted, so that short answers need no
+/// accounting. If there are more, all of them are counted.
 pub const RD_ANSWER_UNIT: usize = 16 << 10;
 /// See [`RD_ANSWER_UNIT`].
 pub const RD_ANSWER_FREE: usize = 4 << 10;
@@ -258,7 +262,7 @@ pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
 pub const RD_ANSWERS: usize = 16_384;
 
 /// Packets with wrong tokens per second from one host, after which further packets of unknown peers at that host that echo any
-/// token are dropped. So a search for a token of 32 bits takes months, while a token is valid for a minute.
+/// token are dropped. So a search for a token of 32 bits takes months, while a token is valid for a minute at most.
 pub const RD_BAD_ECHOES: u16 = 256;
 
 /// Queued answers to unknown peers. Further unknown peers get none.
@@ -267,7 +271,8 @@ pub const RD_CHALLENGES: usize = 256;
 /// Sources for which one queue pair keeps state: senders of Write-Records, or of messages that consist of several datagrams.
 pub const RECORD_SOURCES: usize = 16_384;
 
-/// Incomplete messages of one queue pair. [`OPEN_MESSAGES_SOURCE`] is the limit for one source.
+/// Incomplete messages of one queue pair. [`OPEN_MESSAGES_SOURCE`] is the limit for one source. Beyond this number, each reliable peer may
+/// still have two.
 pub const OPEN_MESSAGES: usize = 1024;
 /// See [`OPEN_MESSAGES`].
 pub const OPEN_MESSAGES_SOURCE: usize = 64;
@@ -305,8 +310,8 @@ pub const COOKIES: usize = 1024;
 /// Queued answers to the Reads of all peers of an unreliable queue pair, or twice as many as one peer may have (`max_reads` of
 /// [`crate::datagram::options`]) if that is more. An answer has no data before it is sent, and takes some 300 bytes.
 ///
-/// A queue pair receives many datagrams before it sends again. With this limit 32 peers may have as many Reads among them as the
-/// default of `max_reads` allows each.
+/// A queue pair receives many datagrams before it sends again. With this limit, each of 32 peers may have as many Reads as the default of
+/// `max_reads` allows.
 pub const READ_ANSWERS: usize = 512;
 
 /// A Read Request without a cookie is padded to the length of its answer if the answer has at most this number of bytes.

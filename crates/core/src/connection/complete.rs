@@ -162,7 +162,9 @@ impl Connection {
         self.leave(why);
     }
 
-    /// Fails the queue pair if a completion was lost. Called at the end of each input and command.
+    /// Fails the queue pair if a completion was lost. Called at the end of [`Self::handle_rx`], [`Self::handle_written`],
+    /// [`Self::handle_carrier_ack`] and [`Self::poll_tx`], because a failure in the middle of them would complicate them. The other methods
+    /// complete requests only when the queue pair fails anyway.
     pub(super) fn after(&mut self) {
         if self.base.must_fail() {
             self.give_up("a completion queue overflowed", Some(AsyncEvent::QpFatal));

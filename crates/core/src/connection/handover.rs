@@ -50,7 +50,7 @@ enum Phase {
     Asked(Carrier),
     /// We accepted the peer's offer.
     Taken(Carrier),
-    /// Completed or declined.
+    /// Completed, or a trunk was refused.
     Over,
 }
 

@@ -59,8 +59,8 @@ use timers::{Timer, Timers};
 pub struct Connection {
     base: QpBase,
     stream: Option<Stream>,
-    /// For a stream without a connection manager: whether the peer closed it in order, or cannot be reached. Posted
-    /// requests fail after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
+    /// Without a connection manager: whether the peer closed the stream in order, has not connected, or cannot be reached.
+    /// Posted requests then fail after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
     peer_left: bool,
     timers: Timers,
     /// Whether short messages may take the shortcuts `send_short` and `receive_short`.
@@ -102,7 +102,7 @@ impl Connection {
 
     // ------------------------------------------------------------------ getters
 
-    /// Number of messages that consumed a receive.
+    /// Number of receives that have completed with success.
     pub fn received(&self) -> u64 {
         self.received
     }

@@ -19,7 +19,7 @@ use crate::wire::{QN_SEND, To};
 /// The implementation at the other end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// Standard iWARP: requests complete when the socket has them; no RNR, no Send with immediate.
+    /// Standard iWARP: Sends and Writes complete when the socket has accepted them; no RNR, no Send with immediate.
     Standard,
     /// Another anywarp: acknowledgements, RNR, Send with immediate.
     Anywarp,

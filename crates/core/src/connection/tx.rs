@@ -55,8 +55,8 @@ enum Taken {
 
 impl Connection {
     /// Adds all messages that may be sent now to `batch`. An acknowledgement that is due comes before them. If it may
-    /// wait and there are no messages, it is added only with `flush`. Returns whether the batch was full before the
-    /// messages ended.
+    /// wait and there are no messages, it is added only with `flush`. Returns whether there may be more messages: the
+    /// batch is full, or it is aligned and ends with the end of a message.
     pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
         // The answer to a message must not overtake its acknowledgement: programs expect the completion of their Send
         // before that of the receive. In shared memory the carrier transports the acknowledgement with the answer.
