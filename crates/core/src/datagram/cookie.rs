@@ -69,7 +69,7 @@ impl Secret {
             || self.token_of(peer, instead, slot.wrapping_sub(1)) == token
     }
 
-    /// Returns a number that cannot be guessed and differs each time. Never 0.
+    /// Returns a number that cannot be guessed, another one for each peer and each time. Never 0.
     pub(super) fn nonce(&self, peer: &Peer, now: Duration) -> u32 {
         self.number((3_u8, peer, now))
     }
@@ -79,7 +79,7 @@ impl Secret {
         self.hash((4_u8, prefix)) as u8
     }
 
-    /// Returns a first sequence number that cannot be guessed.
+    /// Returns a number that cannot be guessed, for the purpose `what`: an epoch, an instance number, or the first number of a sequence.
     pub(super) fn start(&self, what: u8) -> u32 {
         let [a, b, c, d, ..] = self.hash((1_u8, what)).to_be_bytes();
         u32::from_be_bytes([a, b, c, d])

@@ -312,7 +312,7 @@ impl Flow {
         };
         // Datagrams stay nearly in order on the way, so all that were sent before the reported one have arrived or
         // are lost. Their numbers do not tell the order: an answer has the number of the peer's request. A message may have several
-        // datagrams in the list, and the newest of them is searched for.
+        // datagrams in the list. The newest of those whose payload ends no later than the report says is searched for.
         let is_of_message = |(id, ..): &(u32, u32, u32)| *id == report.id;
         let seen = window
             .under_way

@@ -36,7 +36,7 @@
 //! | destination | in each request | in each request | [`DatagramQp::set_peer`] | the same |
 //! | source | anybody with the Q_Key | the same | the peer alone | the same |
 //! | operations | Send; Write-Record, Read | the same, atomics | Send, Write | Send, Write, Read, atomics |
-//! | an error that a peer reports | a counter, a report | the queue pair fails, except with `keep_going` | | the queue pair fails |
+//! | an error that a peer reports | a counter, a report | the queue pair fails, except with `keep_going` | dropped | the queue pair fails |
 //!
 //! Methods come in the four kinds of [`crate::connection`]: commands (`post_send`, `post_recv`, `modify`, `set_peer`),
 //! inputs (`set_now`, `handle_rx`, `handle_written`, `handle_send_error`, `handle_stall`, `handle_timeout`), outputs
@@ -173,7 +173,7 @@ pub struct DatagramQp {
     rd: Option<Box<Reliable>>,
     secret: Secret,
     paths: Option<PathMtu>,
-    /// The last result of `paths`: address, time and MTU.
+    /// The last result of `paths`: address, time, and UDP payload in bytes.
     path: Option<(IpAddr, Duration, u16)>,
     spare: Spare,
     now: Duration,
@@ -484,7 +484,7 @@ impl DatagramQp {
         }
     }
 
-    /// Sets the function that returns the MTU of a path. Without one, every path is assumed to carry an Ethernet frame.
+    /// Sets the function that returns the UDP payload that a path carries. Without one, every path is assumed to carry an Ethernet frame.
     pub fn set_paths(&mut self, paths: PathMtu) {
         self.paths = Some(paths);
         self.path = None;
@@ -659,8 +659,9 @@ impl DatagramQp {
         self.base.detach_counters();
     }
 
-    /// Clears everything except the epoch and the message numbers, which the peer may still remember. Also called
-    /// before a queue pair is destroyed, to return the receives under way to the shared queue.
+    /// Returns to RESET: drops all requests, messages and records. The epoch and the message numbers continue, because
+    /// the peer may still remember them. Also called before a queue pair is destroyed, to return the receives under way
+    /// to the shared queue.
     pub fn reset(&mut self) {
         if let Some(request) = self.incoming.abandon().flatten() {
             self.base.rq.put_back(request);
@@ -819,8 +820,8 @@ impl DatagramQp {
         self.retire();
     }
 
-    /// Fails the queue pair if a completion queue has overflowed. It is called at the end of each method, because a
-    /// failure in the middle would complicate all of them.
+    /// Fails the queue pair if a completion queue has overflowed. Called at the end of a method, and not where the
+    /// overflow happens, because a failure in the middle would complicate all methods.
     fn after(&mut self) {
         if self.base.must_fail() {
             self.fail("a completion queue overflowed", Some(AsyncEvent::QpFatal));

@@ -54,9 +54,9 @@ pub struct Options {
     pub parity: u8,
     /// How long the answer to a Read may take on an unreliable queue pair.
     pub read_timeout: Duration,
-    /// The largest number of outstanding Reads, and of queued answers to each peer.
+    /// The largest number of outstanding Reads and atomics, and, on an unreliable queue pair, of queued answers to each peer.
     pub max_reads: u16,
-    /// The longest Read of a peer, bytes.
+    /// The longest Read of a peer on an unreliable queue pair, bytes.
     pub max_read: u32,
     /// Whether a peer gets an error report when its message is refused.
     pub report_errors: bool,

@@ -1,9 +1,9 @@
 //! RDMA Read over datagrams: outstanding requests and their timeouts.
 //!
 //! A request is not sent again when the answer is late, because the reader cannot know whether the request or the
-//! answer was lost. The request fails after a timeout, which is checked at other activity of the queue pair or by its
-//! timer. An answer that arrives later is not placed (Grant's thesis, section 6.4). In a reliable service an answer
-//! is missing only if the peer is lost.
+//! answer was lost. The request fails after a timeout, which is checked when a datagram arrives, when the program polls
+//! for records, and by a timer. An answer that arrives later is not placed (Grant's thesis, section 6.4). In a reliable
+//! service an answer is missing only if the peer is lost.
 //!
 //! In an unreliable service, a request with a forged source address could make this end send much data to a host that did
 //! not request it. So an answer may be longer than its request only if the request contains a [cookie](super::cookie). A reader without a

@@ -468,7 +468,7 @@ impl DatagramQp {
     }
 
     /// Handles a failed request of a reliable queue pair. The queue pair enters the error state, and sends again only after the
-    /// program has reset it (Grant's thesis, section 5.3). An RD queue pair with the option `keep_going` continues.
+    /// program has moved it back to RTS (Grant's thesis, section 5.3). An RD queue pair with the option `keep_going` continues.
     fn failed_towards_peer(&mut self) {
         self.retire();
         if self.kind.is_connected() || !self.options.keep_going {

@@ -123,7 +123,7 @@ impl PartialEq for Bytes {
 
 impl Eq for Bytes {}
 
-/// Why a datagram was dropped, or a part of it not placed. Each reason has its counter.
+/// Why a datagram was dropped, or a part of it not placed. Each reason is counted in [`Counters`]; some reasons share a counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Dropped {
     /// It breaks a rule of the format.

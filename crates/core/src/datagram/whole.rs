@@ -1,6 +1,6 @@
 //! Receives a Send of one datagram in one step: *deframe*, *admit*, *place*, *deliver* and *complete*.
 //!
-//! Most datagrams of a UD queue pair are a whole Send without immediate data, into a posted receive of one range.
+//! Most datagrams of a UD queue pair are whole Sends without immediate data, into posted receives of one range each.
 //! Everything that the general path ([`rx`](super::rx), [`deliver`](super::deliver)) would check is checked here
 //! first. If a check fails, nothing has changed, and the datagram takes the general path.
 //! `crates/sim/tests/shortcuts.rs` compares the two paths.

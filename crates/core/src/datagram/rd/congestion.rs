@@ -18,7 +18,7 @@
 
 use std::time::Duration;
 
-/// The window is at least this number of packets of the largest size, or [`LEAST_BYTES`] if that is less.
+/// The window is at least this number of packets of the largest size, or [`LEAST_BYTES`] if that is less, but never less than four packets.
 const LEAST_PACKETS: u64 = 16;
 /// Packets that each sender may keep in the queue of a path that is fully used.
 const QUEUED: u64 = 8;

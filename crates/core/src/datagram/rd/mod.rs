@@ -42,8 +42,8 @@
 //! queue pair, which had forgotten this one, then recent packets have not arrived, and they are sent again.
 //!
 //! An end that drops what its peer relies on (an answer, or the first part of a message) begins a new session with this
-//! peer: it uses another token, and packets without an instance number, by which the peer would recognize the queue pair. For
-//! the peer this is as if the queue pair had been replaced, so the peer's outstanding requests fail.
+//! peer: it uses another token, and its packets have no instance number, because the peer would recognize the queue pair by that
+//! number. For the peer this is as if the queue pair had been replaced, so the peer's outstanding requests fail.
 
 mod ack;
 mod congestion;
@@ -83,12 +83,12 @@ use shares::Shares;
 pub(super) enum Event {
     /// All messages from the first to the last of these tags have been delivered.
     Done(Tag, Tag),
-    /// The peer refuses a message, or did not answer any more while this message was under way. `None`: the message
-    /// is not one of this queue pair's requests. The number is the message number on the wire.
+    /// The peer refuses the message with this tag. `None`: the message has no tag. The number is the message number on
+    /// the wire.
     Failed(Peer, Option<Tag>, u32, Status),
     /// All messages to this peer fail with the status.
     Lost(Peer, Status),
-    /// The queue pair of the peer was replaced by another one, and no packet was under way to the old one.
+    /// The queue pair of the peer was replaced by another one, or has forgotten this one, while no packet was under way to it.
     Restarted(Peer),
     /// Packets of this peer that are missing before this number will never arrive. So the peer's incomplete messages of which all
     /// arrived packets are before this number are given up. `u64::MAX`: the session with the peer is over, and its incomplete messages
@@ -389,8 +389,8 @@ impl Reliable {
         }
     }
 
-    /// Forgets all peers, and becomes another instance with other tokens. The counters and the limits of wrong tokens
-    /// stay.
+    /// Forgets all peers, and becomes another instance with other tokens. The counters, the size of the socket buffer and
+    /// the counts of wrong tokens stay.
     pub(super) fn reset(&mut self) {
         let new = Self::new(
             self.secret.next(),

@@ -2,7 +2,7 @@
 //!
 //! A packet is *delivered* when the queue pair has processed its datagram. Only then does the cumulative
 //! acknowledgement cover it. A packet *waits* if an earlier packet is missing (ordered delivery) or if the queue pair
-//! has no receive for it.
+//! lacks a receive or another resource for it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -213,7 +213,8 @@ impl Receiver {
         self.kept.contains_key(&seq)
     }
 
-    /// Removes a waiting packet: the next one in order, or any if `unordered`.
+    /// Takes the datagram of a waiting packet: of the next one in order, or, if `unordered`, of the first one that waits. Its entry stays,
+    /// empty, until the packet is delivered.
     pub(super) fn take_waiting(&mut self, unordered: bool) -> Option<(u64, Vec<u8>)> {
         if self.refused.is_some() {
             return None;

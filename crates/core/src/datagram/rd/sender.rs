@@ -119,11 +119,11 @@ pub(super) struct Sender {
     newest_at: Duration,
     /// Whether the program has limited the rate since nothing was under way: each packet was sent alone, and the window was never full.
     app_limited: bool,
-    /// Probes since the peer's last datagram.
+    /// Probes since a packet was last newly acknowledged.
     probes: u32,
     /// When to send a probe.
     pub(super) deadline: Option<Duration>,
-    /// When the peer's last datagram arrived, or the first probe was sent.
+    /// When the peer's last packet arrived, or, if that is later, when this end began to wait for the peer.
     pub(super) silent_since: Duration,
     /// When a packet was last acknowledged, or became the only one.
     progress_at: Duration,

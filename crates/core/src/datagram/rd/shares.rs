@@ -79,7 +79,7 @@ impl Shares {
         self.peers += 1;
     }
 
-    /// Removes a peer that has no waiting packets.
+    /// Removes a peer for which no waiting packets and no answers are counted.
     pub(super) fn leave(&mut self, peer: &Peer) {
         let (host, network) = prefixes(peer);
         for (table, key) in [(&mut self.hosts, host), (&mut self.networks, network)] {

@@ -147,7 +147,7 @@ impl Reliable {
         Some((state.way, Bytes::Shared(kept)))
     }
 
-    /// Returns the next packet without new data: an acknowledgement, a retransmission or a probe.
+    /// Returns the next packet without new data: a challenge, an acknowledgement, a retransmission or a probe.
     pub(in crate::datagram) fn poll(&mut self, now: Duration) -> Option<(Peer, IpFields, Bytes)> {
         if let Some((peer, from, packet)) = self.challenges.pop_front() {
             let way = IpFields {

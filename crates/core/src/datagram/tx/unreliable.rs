@@ -353,7 +353,7 @@ impl DatagramQp {
     }
 
     /// The next answer to a peer whose window is open. Answers to peers whose windows are closed are set aside. So a slow peer delays
-    /// only its own answers, and many waiting answers take little time, because they are looked at once in [`LOOK_AGAIN`].
+    /// only its own answers. Many waiting answers take little time, because they are examined only once per [`LOOK_AGAIN`].
     pub(super) fn next_answer(&mut self) -> Option<Current> {
         if self.receives().is_err() {
             return None;
