@@ -70,7 +70,7 @@ pub enum PeerError {
         /// The STag.
         stag: u32,
     },
-    /// Part of the segment lies outside the tagged buffer, or it does not continue its message.
+    /// Part of the segment lies outside the tagged buffer, or the buffer has no memory there (on-demand paging).
     TaggedBounds {
         /// The STag.
         stag: u32,
@@ -140,7 +140,7 @@ pub enum PeerError {
         /// The STag.
         stag: u32,
     },
-    /// The source or target lies outside its buffer.
+    /// The source or target lies outside its buffer, or the buffer has no memory there (on-demand paging).
     RemoteBounds {
         /// The STag.
         stag: u32,

@@ -11,7 +11,7 @@ use crate::wire::rdmap::{Opcode, Terminate};
 pub enum Step<'a> {
     /// The application posted a request.
     Post(&'a WorkRequest),
-    /// The request was taken from the send queue.
+    /// The request with this `wr_id` was taken from the send queue.
     Take(u64),
     /// A message of this opcode and length was built.
     Build(Opcode, u64),

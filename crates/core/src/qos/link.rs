@@ -193,14 +193,15 @@ impl Link {
         }
     }
 
-    /// When the flow may send if no other flow is served before it; `None` if it does not wait.
+    /// When the flow may send if no other flow is served before it; `None` if it has nothing to send.
     pub fn next(&self, id: FlowId) -> Option<Nanos> {
         let flow = self.flows.get(&id).filter(|flow| flow.demand > 0)?;
         let missing = u64::try_from(-flow.allowance).unwrap_or(0);
         Some(self.free_at + self.time_of(missing))
     }
 
-    /// Removes the flows whose processes have not accessed the link for the time [`QOS_SILENCE`]: these processes have ended.
+    /// Removes the flows that have neither asked to send nor been touched ([`Self::touch`]) for the time [`QOS_SILENCE`]: their processes
+    /// have ended, or they have nothing to send.
     pub fn forget_silent(&mut self, now: Nanos) {
         let silent = |flow: &Flow| now.saturating_sub(flow.seen) > QOS_SILENCE;
         let gone: Vec<_> = self

@@ -59,7 +59,8 @@ pub struct Cq {
     waiting: AtomicUsize,
     /// The capacity, readable without the lock.
     capacity: AtomicUsize,
-    /// An entry was dropped. Readable without the lock for the same reason; set with the lock held.
+    /// Whether an entry was dropped although overruns are not allowed. Readable without the lock for the same reason; set with the lock
+    /// held.
     broken: AtomicBool,
     notify: Option<Arc<dyn Notify>>,
 }
@@ -269,7 +270,7 @@ impl Cq {
         self.state().overrun_allowed = true;
     }
 
-    /// Whether an entry was dropped. Takes no lock.
+    /// Whether an entry was dropped, in a queue that does not allow overruns. Takes no lock.
     pub fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire)
     }

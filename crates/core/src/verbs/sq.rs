@@ -1,7 +1,7 @@
 //! Send queue: posted requests in order, which of them may be taken next, and which are done.
 //!
-//! A request is first *queued*. The connection *takes* it to build its messages: it is *sending* while some of its segments are
-//! framed, *sent* when all are, and *done* when the socket, an acknowledgement or a response confirms it. Requests retire in
+//! A request is first *queued*. The connection *takes* it to build its messages: it is *sending* until all of its segments are
+//! framed, then *sent*, and *done* when the socket, an acknowledgement or a response confirms it. Requests retire in
 //! posting order: when all earlier ones have retired, the slot of a request that is done is freed and its completion is made.
 
 use super::wc::{Completion, Status, WcOp};
@@ -15,7 +15,7 @@ use crate::ring::Ring;
 pub enum Phase {
     /// Not taken yet, or to be sent again.
     Queued,
-    /// Some of its segments are framed.
+    /// Taken, and not all of its segments are framed.
     Sending,
     /// All of its segments are framed.
     Sent,

@@ -123,8 +123,8 @@ pub struct Completion {
     pub status: Status,
     /// The operation.
     pub op: WcOp,
-    /// Bytes received, read, or written by the peer's Write with immediate data. For a received Send on UD or RD this includes
-    /// the 40 bytes of the route header.
+    /// Length of the operation in bytes. For a receive it is the length of the Send, or of the Write with immediate data; on UD and RD
+    /// that of a Send includes the 40 bytes of the route header. For a record it is the number of bytes that have arrived.
     pub byte_len: u32,
     /// The queue pair that it belongs to.
     pub qpn: u32,

@@ -2,8 +2,9 @@
 //!
 //! Standard iWARP has no messages for acknowledged completion, receiver-not-ready and Send with
 //! immediate. Two anywarp ends exchange control messages for them: untagged messages with a queue
-//! number and an opcode that no other implementation uses. Each is a single segment. All but
-//! [`Control::Cookie`] have no payload, since the DDP header has room for their fields.
+//! number and an opcode that no other implementation uses. Each is a single segment. On a stream they
+//! have no payload, since the DDP header has room for their fields. In datagrams, [`Control::Cookie`]
+//! has one, and so has [`Control::Ack`], which is a flow report there.
 //!
 //! ```text
 //!  0        1        2                 6         10        14        18
@@ -24,7 +25,7 @@ use crate::error::PeerError;
 /// One control message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Control {
-    /// First message of either end, with its version and features.
+    /// First message of the end that opened the connection, with its version and features.
     Hello {
         /// Version of these control messages.
         version: u8,

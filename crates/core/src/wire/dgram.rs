@@ -86,7 +86,7 @@ pub struct Datagram<'a> {
     pub payload: &'a [u8],
 }
 
-/// Why a datagram is dropped. A dropped datagram is not answered. Each reason has its own counter.
+/// Why a datagram is dropped. A dropped datagram is not answered. Queue pairs count [`Self::Crc`] separately, and all other reasons together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DgramError {
     /// Shorter than its headers and CRC.

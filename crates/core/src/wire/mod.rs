@@ -1,7 +1,8 @@
 //! Byte layouts, one file per header family.
 //!
-//! Bytes from the wire are parsed in this module only. Every `parse` checks all rules of its header, so the resulting
-//! value is valid, and later code reads no raw header bytes. All fields are big-endian on the wire except the CRC.
+//! Headers are parsed in this module only, except the length field of an FPDU (`llp::mpa`). Every `parse` checks all
+//! rules of its header, so the resulting value is valid, and later code reads no raw header bytes. All fields are
+//! big-endian on the wire except the CRC.
 //!
 //! | file | content |
 //! |---|---|
@@ -14,7 +15,7 @@
 //! | [`carrier`] | messages about shared memory between two UDP ports of one host |
 //! | [`signpost`] | where the listener of an rdma_cm port is |
 //! | [`trunk`] | the frames of a TCP connection that carries the streams of many queue pairs |
-//! | [`pretty`] | one line of text for any of them |
+//! | [`pretty`] | one line of text for a segment, a start-up frame or a UDP datagram |
 
 use core::fmt;
 

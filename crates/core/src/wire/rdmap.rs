@@ -566,8 +566,8 @@ impl Terminate {
 
 /// Whether the first bytes of a Terminate have the layout of the RFC, and not the layout of siw.
 ///
-/// If the flags do not decide and the bytes are a valid error in both layouts, the layout of the RFC is used: 0x10
-/// code 0 is read as "DDP, local", and 0x20 code 6 as "MPA, not enough IRD". When siw sends these bytes it
+/// If the flags do not decide and the bytes are a valid error in both layouts, the layout of the RFC is used: for
+/// example, 0x10 code 0 is read as "DDP, local", and 0x20 code 6 as "MPA, not enough IRD". When siw sends these two it
 /// sets flags, which show its layout.
 fn is_rfc_layout(code: TermCode, flags: u8) -> bool {
     if flags & (FLAG_M | FLAG_D | FLAG_R) != 0 {

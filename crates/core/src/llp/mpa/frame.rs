@@ -174,7 +174,7 @@ impl TxBatch {
         self.pieces.is_empty().then_some(&self.own)
     }
 
-    /// The runs without their first `skip` bytes, in order.
+    /// The runs after the first `skip` bytes of the batch, in order.
     pub fn rest(&self, skip: usize) -> impl Iterator<Item = Run<'_>> {
         let tail = self.own_run(self.tail, self.own.len());
         let mut skip = skip;

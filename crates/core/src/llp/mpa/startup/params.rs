@@ -21,8 +21,8 @@ pub struct StreamParams {
     pub peer_to_peer: bool,
     /// The form of the ready-to-receive message, which the initiator sends and the responder expects.
     pub rtr: Option<Rtr>,
-    /// At the initiator: whether both ends have offered all three ready-to-receive messages, as anywarp does. False at the responder, see
-    /// [`Accepted::peer_may_be_anywarp`](super::Accepted::peer_may_be_anywarp).
+    /// At the initiator: whether this end has offered, and the peer has confirmed, all three ready-to-receive messages, as two anywarp ends
+    /// do. False at the responder, see [`Accepted::peer_may_be_anywarp`](super::Accepted::peer_may_be_anywarp).
     pub peer_is_anywarp: bool,
 }
 
