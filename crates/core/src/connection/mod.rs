@@ -444,8 +444,9 @@ impl Connection {
         self.timers = Timers::default();
     }
 
-    /// Prepares RESET: discards all requests and completions, and closes the stream after a Bye (the control message for an orderly
-    /// end), as [`Self::leave`] does. The caller sends the messages that remain, and then sets the state, which is ERROR until then.
+    /// Prepares RESET, or the destruction of the queue pair: discards all requests and completions, and closes the stream after a Bye (the
+    /// control message for an orderly end), as [`Self::leave`] does. The caller sends the messages that remain. The state is ERROR until the
+    /// caller changes it.
     ///
     /// Without the Bye the peer could not know that requests whose bytes its transport has delivered were not executed.
     pub fn discard(&mut self) {

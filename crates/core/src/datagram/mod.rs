@@ -125,7 +125,7 @@ pub struct DatagramQp {
     next_id: u32,
     /// The requests of the latest messages, by message number.
     issued: Issued,
-    /// Payload bytes of a datagram of a segmented message.
+    /// UC: payload bytes of a datagram of a segmented message.
     segment: usize,
     current: Option<Current>,
     /// Answers to peers, and requests that are sent again.
@@ -468,8 +468,8 @@ impl DatagramQp {
         self.shortcuts = shortcuts;
     }
 
-    /// Sets the payload bytes of each datagram of a segmented message, so that IP does not fragment the datagram on its
-    /// path.
+    /// Sets the payload bytes of each datagram of a segmented message on UC, so that IP does not fragment the datagram on
+    /// its path. The other services follow [`Options::segment`].
     pub fn set_segment(&mut self, payload: usize) {
         let payload = payload.clamp(bounds::DATAGRAM_PAYLOAD_MIN, bounds::DATAGRAM_PAYLOAD);
         // A multiple of 8 keeps the payload of later datagrams aligned at the receiver.

@@ -33,7 +33,7 @@ pub enum RecordMode {
 pub struct Options {
     /// Whether the queue pair executes Writes and Reads, not only Sends.
     pub one_sided: bool,
-    /// Length of datagrams.
+    /// Length of datagrams. UC ignores it: see [`DatagramQp::set_segment`](super::DatagramQp::set_segment).
     pub segment: Segment,
     /// Longest Send, bytes. A value above 4096 must be the same at the peer.
     pub max_send: u32,

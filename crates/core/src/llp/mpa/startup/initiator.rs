@@ -70,7 +70,7 @@ pub enum Progress {
         consumed: usize,
         /// Private data of the peer's ULP.
         private_data: Vec<u8>,
-        /// Revision of the Reply. If it is lower, the caller tries again with that revision.
+        /// Revision of the Reply. If it is lower, the caller may try again with that revision.
         rev: u8,
         /// The depths in the Reply. The peer's ORD is the IRD that it needs from this end.
         peer_depths: Option<Depths>,
