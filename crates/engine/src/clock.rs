@@ -1,5 +1,5 @@
-//! The clock. Other files read the time here, except `capture`, which also needs the time of day, and `net/shm.rs` for
-//! its offers.
+//! The clock. Other files read the time here or by `Instant::elapsed`, except `capture`, which also needs the time of day, and
+//! `net/shm.rs` for its offers.
 
 use std::time::Instant;
 

@@ -89,7 +89,7 @@ pub enum Level {
     Off,
     /// The device or a queue pair became unusable.
     Error,
-    /// Misuse, refused connections.
+    /// Misuse, settings and resources that cannot be used, connections that were closed in start-up.
     Warn,
     /// Connections made and lost.
     Info,

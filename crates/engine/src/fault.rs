@@ -1,8 +1,8 @@
 //! Injects faults: `ANYWARP_FAULTS=SETTINGS` or `@FILE`, `ANYWARP_FAULTS_FILE=FILE`, or `anywarp run --faults`. The
 //! settings are described in [`anywarp_core::fault`] and `docs/faults.md`.
 //!
-//! Faults are injected into datagrams between queue pair and socket, in both directions, and into requests to reliable
-//! connections when they are posted. Delayed datagrams wait in one queue of the process. Fault injection is off by
+//! Faults are injected into datagrams between queue pair and socket, in both directions, and into send requests of all kinds
+//! of queue pairs when they are posted. Delayed datagrams wait in one queue of the process. Fault injection is off by
 //! default. A queue pair then has no `Faults`, and the only cost is to check whether it has.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -50,7 +50,7 @@ fn plan() -> Result<Option<&'static Plan>, ()> {
     }
 }
 
-/// Returns `EINVAL` if the settings of the environment cannot be parsed: a test without its faults would prove
+/// Returns `EINVAL` if the settings of the environment cannot be read or parsed: a test without its faults would prove
 /// nothing.
 pub(crate) fn check() -> io::Result<()> {
     match plan() {

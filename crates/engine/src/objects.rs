@@ -588,7 +588,7 @@ impl QueuePair {
         }
     }
 
-    /// Whether the program sets the peer itself (`ibv_modify_qp(3)`), without the connection manager.
+    /// Whether this is a stream queue pair whose peer the program has set itself (`ibv_modify_qp(3)`), without the connection manager.
     pub fn program_sets_peer(&self) -> bool {
         match self {
             Self::Rc(qp) => qp.route().is_some_and(|route| route.qpn != 0),

@@ -3,7 +3,7 @@
 //!
 //! A forked child has copies of its parent's objects, but not the parent's threads: a lock may be held forever, and
 //! a connection still belongs to the parent. So each object records the [`generation`] in which it was created, the
-//! child creates its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
+//! child creates its own globals, and [`in_child`] replaces the parent's descriptors in the child.
 
 use std::cell::Cell;
 use std::os::fd::RawFd;
@@ -35,7 +35,8 @@ thread_local! {
     static MINE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Waits until `condition` is true, but not for ever: the thread may hold a lock that the other one needs. Returns whether it is true.
+/// Waits until `condition` is true, but not for ever: this thread may hold a lock that the thread it waits for needs. Returns whether the
+/// condition is true.
 fn wait_until(condition: impl Fn() -> bool) -> bool {
     const YIELDS: u32 = 100;
     for turn in 0..YIELDS + SLEEPS {
@@ -92,7 +93,7 @@ impl Drop for Changing {
     }
 }
 
-/// The number of forks between the process that first opened the device and this one.
+/// The number of forks between the process that loaded the library and this one.
 ///
 /// An object of another generation belongs to an ancestor: its locks may be held by threads that do not exist here,
 /// and its sockets are replaced. It must not be used.

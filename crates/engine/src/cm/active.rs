@@ -63,7 +63,7 @@ impl CmId {
             max_ird: u16::from(bounds::MAX_RD_ATOMIC),
             ord: u16::from(param.initiator_depth.min(bounds::MAX_RD_ATOMIC)),
             private_data: param.private_data,
-            // A Request that offers all three forms of the ready-to-receive message identifies an anywarp initiator.
+            // An offer of all three forms of the ready-to-receive message tells the responder that this initiator may be anywarp.
             rtr: match config().framing {
                 Framing::Standard => RtrForms {
                     send: false,
@@ -156,8 +156,8 @@ impl CmId {
         {
             let mut state = self.lock();
             if state.phase != Phase::Connecting {
-                // This is an incoming connection of a listener, for which no connect request was raised. So there is
-                // no event.
+                // An incoming connection of a listener has failed. No event reports that: before the MPA Request arrives, the program
+                // does not know the connection, and afterwards `rdma_accept` fails.
                 return;
             }
             if !state

@@ -94,7 +94,7 @@ pub struct Event {
     pub id: Arc<CmId>,
     /// For a connect request: the listening identifier.
     pub listener: Option<Arc<CmId>>,
-    /// 0 for success, otherwise a negative errno or a reject reason of the InfiniBand CM.
+    /// 0 for success, otherwise a negative errno, a reject reason of the InfiniBand CM, or, for a datagram request, a status of `sidr`.
     pub status: i32,
     /// Private data of the peer.
     pub private_data: Vec<u8>,
@@ -573,7 +573,7 @@ impl CmId {
     }
 
     /// Returns the queue pair to connect: that of the identifier, the one that `private_qp` created, or the one with this
-    /// number. The flag is true for the queue pair of the identifier, the only one whose state the identifier changes.
+    /// number. The flag is true for the queue pair of the identifier, which [`Self::make_ready`] moves to RTS.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
             let state = self.lock();
@@ -614,7 +614,7 @@ impl CmId {
             (state.param.clone(), state.ack_timeout.unwrap_or(TIMEOUT))
         };
         if !own {
-            // The program changes the states of this queue pair (`rdma_init_qp_attr(3)`).
+            // The program changes the states of this queue pair (`rdma_init_qp_attr(3)`), or `ready_private_qp` does.
             return;
         }
         qp.with_attr(|attr| {
@@ -692,7 +692,7 @@ impl CmId {
 
     /// Disconnects (`rdma_disconnect(3)`). Both ends get an event.
     ///
-    /// Returns false if no event follows: the connection has ended already, or there is none yet.
+    /// Returns false if no event of a disconnection follows: the connection has ended already, or there is none yet.
     pub fn disconnect(&self) -> io::Result<bool> {
         let phase = {
             let mut state = self.lock();
@@ -846,8 +846,8 @@ impl DeviceListener for CmId {
 }
 
 impl gids::Listener for CmId {
-    /// Raises `RDMA_CM_EVENT_ADDR_CHANGE` if the local address has moved to another interface, as with bonding, so
-    /// that the program can connect again.
+    /// Raises `RDMA_CM_EVENT_ADDR_CHANGE` if the interface of the local address has another hardware address now, as after a failover
+    /// with bonding, so that the program can connect again.
     fn port_changed(&self, changes: &gids::PortChanges) {
         let affected = {
             let state = self.lock();

@@ -58,7 +58,7 @@ pub(super) trait Holder: Send + Sync {
     /// Answers the queries that have arrived at the signpost.
     fn answer_queries(&self);
     /// Releases a port of the kernel for a plain socket: the TCP port `number`, or the signpost's UDP port `number`.
-    /// Returns true if the identifier has released the port, and false if it did not have it.
+    /// Returns true if the identifier has released the port, and false if it did not have it or has to keep it.
     fn leave(&self, kind: SocketType, number: u16) -> bool;
 }
 
@@ -534,8 +534,8 @@ fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
     left
 }
 
-/// Releases the TCP port `number` for a plain socket of another process. Returns true if a listener of this process has released it, now
-/// or before. Connections may still use it, so the plain socket may need `SO_REUSEADDR`.
+/// Releases the TCP port `number` for a plain socket of another process. Returns true if a listener of this process has released it now,
+/// or has ever listened on it. Connections may still use it, so the plain socket may need `SO_REUSEADDR`.
 pub(super) fn release_to_process(number: u16) -> bool {
     release(SocketType::STREAM, number, None) || was_ours(number)
 }

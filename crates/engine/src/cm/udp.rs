@@ -184,7 +184,7 @@ impl CmId {
     }
 
     /// Sends the request to the port in the signpost's answer. Without an answer, the next try of the request repeats
-    /// the query. So it does at first if there is no listener: perhaps the peer's program is starting.
+    /// the query. If there is no listener, the query is repeated for [`RETRY_REFUSED`], because the peer's program may be starting.
     fn listener_found(&self, remote: SocketAddr, location: Location) {
         let mut state = self.lock();
         let is_connecting = state.phase == Phase::Connecting;

@@ -47,7 +47,8 @@ const LOCAL_TIMEOUT: Duration = Duration::from_millis(100);
 /// A call that waits for several answers sleeps on the socket of the first one, and reads the others at this
 /// interval.
 const LOCAL_CHECK_EVERY: Duration = Duration::from_millis(5);
-/// How long a port is not queried again, after it did not answer a query and turned out to be a standard iWARP listener.
+/// How long a port is not queried again, after it did not answer a query and MPA start-up succeeded at the TCP port of the same
+/// number.
 const SILENT_LIFETIME: Duration = Duration::from_secs(60);
 /// Largest number of such ports that are stored.
 const SILENT_MAX: usize = 64;
@@ -337,7 +338,7 @@ impl Source for Query {
     }
 }
 
-/// Ports that were found to be standard iWARP listeners although the query was not answered, the oldest first.
+/// Ports that did not answer a query although MPA start-up succeeded at the TCP port of the same number, the oldest first.
 #[derive(Debug)]
 struct SilentPorts(Mutex<VecDeque<(SocketAddr, Instant)>>);
 
@@ -356,7 +357,7 @@ impl SilentPorts {
     }
 }
 
-/// Stores that `port` is a standard iWARP listener, and that the query for it was not answered.
+/// Stores that `port` did not answer a query, although MPA start-up succeeded at the TCP port of the same number.
 pub(crate) fn remember_silent(port: SocketAddr) {
     let mut ports = SILENT.get().0.lock();
     ports.retain(|(known, _)| *known != port);

@@ -853,7 +853,7 @@ mod tests {
         }
     }
 
-    /// A start-up may be canceled while another thread handles the answer to its query, and so has neither socket nor query.
+    /// While another thread handles the answer to its query, a start-up has neither socket nor query, and may be canceled.
     #[test]
     fn a_canceled_startup_does_not_connect() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

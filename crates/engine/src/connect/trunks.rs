@@ -1,8 +1,8 @@
 //! The trunks of this process: opens one when enough queue pairs have the same peer, and accepts those of peers.
 //!
 //! The end that accepted a queue pair's connection offers a trunk, with the port at which its process accepts them. The other end opens
-//! the trunk when [`Config::trunk`](crate::config::Config::trunk) queue pairs have received the same offer. Until then their streams stay on
-//! their own connections. Two processes share one trunk, whichever of them has opened it.
+//! the trunk when [`TrunkUse::least`](crate::config::TrunkUse::least) queue pairs have received the same offer. Until then their streams
+//! stay on their own connections. Two processes share one trunk, whichever of them has opened it.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};

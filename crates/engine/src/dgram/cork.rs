@@ -143,8 +143,8 @@ impl Cork {
         posts.posted(polls);
         self.at_clock = (self.requests, self.bytes);
         let full = self.is_full();
-        // A program is not expected to post again soon if it has not polled since it sent a few datagrams, or if its last
-        // transmission was too long ago.
+        // A program is not expected to post again soon if it has not polled since its last transmission and has made fewer than
+        // [`BURST`] transmissions without a poll, or if its last transmission was too long ago.
         let polled = polls.all != self.polls_at_send;
         let busy = (polled || self.sent_since_poll >= BURST)
             && posts.since_sent(t) < BUSY_FOR * self.slowness()

@@ -72,7 +72,7 @@ struct Inner {
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
     destroyed: bool,
-    /// Number of system calls that sent datagrams.
+    /// Number of attempts to send datagrams. Each is a system call, unless shared memory carries the datagrams.
     calls: u64,
 }
 
@@ -397,8 +397,8 @@ impl DgramQp {
         (inner.core.state(), *inner.core.attr())
     }
 
-    /// Returns three numbers of system calls: those that sent datagrams of this queue pair, those that received datagrams for
-    /// any queue pair of its port, and those that tried to receive on the port and found nothing.
+    /// Returns three numbers: the attempts to send datagrams of this queue pair, the system calls that received datagrams for
+    /// any queue pair of its port, and the system calls that tried to receive on the port and found nothing.
     pub(crate) fn calls(&self) -> (u64, u64, u64) {
         let ReceiveCalls { found, empty } = self.udp.calls();
         (self.lock().calls, found, empty)

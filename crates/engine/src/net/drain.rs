@@ -19,7 +19,7 @@ use crate::process::{Inherited, PerProcess};
 use crate::reactor::{Source, Token};
 use crate::sys::{Io, socket, stream, thread};
 
-/// How long a closed connection is read. A peer that has not closed its side by then gets a reset.
+/// How long a closed connection is read. A peer that sends more after this time gets a reset.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a process that exits waits until its peers have acknowledged the data that it sent.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);

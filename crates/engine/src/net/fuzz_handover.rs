@@ -28,7 +28,7 @@ use crate::config::Framing;
 use crate::engine::{Engine, engine};
 use crate::fd::EngineFd;
 
-/// Messages after which the tested end offers memory, or a trunk.
+/// Number of requests after which the tested end offers memory, or a trunk.
 const OFFER_AFTER: u32 = 2;
 
 /// A connection of this process to itself: the tested end and the peer's end. The peer's end sends a reset if it is
@@ -90,6 +90,7 @@ pub(super) struct Both {
 }
 
 impl Both {
+    /// `choice`: bit 0 makes the tested end the initiator, bit 1 tells it that the peer is anywarp, and bit 2 switches CRCs on.
     pub(super) fn new(choice: u8) -> io::Result<Self> {
         Self::with_inline(choice, 64)
     }
@@ -341,7 +342,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 both.send(&bytes);
                 true
             }
-            // Overwrites a word at any position of the memory, which may be a flag.
+            // Overwrites one of the first 256 words of the memory, which contain the positions and flags.
             12 => {
                 let value = u64::from_le_bytes(std::array::from_fn(|_| byte()));
                 if let Some(memory) = &both.memory {

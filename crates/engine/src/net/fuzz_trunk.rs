@@ -17,7 +17,7 @@ use super::trunk::{Member, Trunk};
 use crate::clock;
 use crate::fd::EngineFd;
 
-/// The queue pair of the tested end. Frames do not reach it.
+/// Takes the place of a queue pair as the trunks' member. It receives nothing: the fuzzer passes frames to the stream directly.
 struct Nobody;
 
 impl Member for Nobody {

@@ -82,7 +82,8 @@ const PROOF: usize = 8;
 /// Offset of the addresses of the connection that the memory is for, as text.
 const CONNECTION: usize = 2048;
 const CONNECTION_LEN: usize = 160;
-/// How long an unanswered offer keeps its descriptor open, and counts towards the limit [`CARRIERS`].
+/// The age from which an unanswered offer is given up when the next one is made: its descriptor is closed, and it does not count towards
+/// the limit [`CARRIERS`] any more.
 pub(super) const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
 /// Largest number of bytes that the peer may send in one burst to wake this end. An end that sleeps

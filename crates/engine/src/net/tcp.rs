@@ -46,7 +46,7 @@ const RX_RECORDS: usize = 128;
 pub(crate) const RX_RING_TURNS: usize = super::shm::RECORDS_MAX / RX_RECORDS + 1;
 /// A received record counts as at least this many bytes, because each record takes some time.
 const RX_RECORD_LEAST: usize = 64;
-/// Bytes at the end of a message that are never received straight into user memory: the last aligned word.
+/// Bytes at the end of a message that are never received straight from a socket into user memory: one word.
 const LAST_BYTES: u64 = 8;
 /// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a limit of 1 MiB, eight
 /// connections with long Read Responses delayed others by three milliseconds.
@@ -62,13 +62,13 @@ const IDLE_TX_BUFFER: usize = 4 * 1024;
 /// System calls and bytes of a connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// System calls that sent.
+    /// System calls for sending, successful or not.
     pub tx_calls: u64,
     /// Bytes that were sent.
     pub tx_bytes: u64,
-    /// Attempts to send for which the socket or the shared ring was full.
+    /// Attempts to send for which the socket, the shared ring or the trunk had no room.
     pub tx_full: u64,
-    /// System calls that received.
+    /// System calls for receiving, successful or not.
     pub rx_calls: u64,
     /// Bytes that were received.
     pub rx_bytes: u64,

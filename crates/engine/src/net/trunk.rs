@@ -42,7 +42,7 @@ const PENDING_MAX: usize = 256 << 10;
 const PENDING_MAX_ENDING: usize = 2 * PENDING_MAX;
 /// Bytes that are received before other sources have their turn.
 const RX_TURN_BYTES: usize = 1 << 20;
-/// How long received frames are handled before other sources have their turn.
+/// How long received frames are handled, or waiting queue pairs send, before other sources have their turn.
 const TURN_TIME: Duration = Duration::from_micros(200);
 /// A polling thread that waits for the rest of a message that has arrived in part gives up when no bytes have arrived for this time.
 pub(crate) const REST_PAUSE_MAX: Duration = Duration::from_micros(60);

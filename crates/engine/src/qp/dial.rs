@@ -190,7 +190,7 @@ impl RcQp {
         if !expected || inner.tcp.is_some() || inner.managed {
             log!(
                 Info,
-                "qp 0x{:06x}: rejected queue pair 0x{source:06x} of {}: not the peer",
+                "qp 0x{:06x}: rejected queue pair 0x{source:06x} of {}: no connection from it is awaited",
                 self.common.number,
                 startup.peer
             );

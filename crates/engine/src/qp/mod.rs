@@ -315,7 +315,7 @@ impl RcQp {
         })
     }
 
-    /// [`Self::post_sends`], with the requests that `make` returns. It is called with the lock held.
+    /// Like [`Self::post_sends`], with the requests that `make` returns. `make` is called with the lock held.
     #[inline(always)]
     fn post_made<F, I>(
         &self,

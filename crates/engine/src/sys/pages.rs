@@ -181,7 +181,8 @@ pub fn unlock_pages(start: u64, len: u64) {
 
 /// Whether all of `[start, start + len)` is mapped.
 pub fn is_mapped(start: u64, len: u64) -> bool {
-    // The kernel would round the end up to 0, and find nothing that is not mapped.
+    // The kernel would round an end in the last page of the address space up to 0. If the range began in the first page, `msync` would
+    // take it for empty, and succeed.
     let end = start.checked_add(len);
     if end
         .and_then(|end| end.checked_next_multiple_of(page_size()))
