@@ -69,8 +69,8 @@ impl Changing {
     pub(crate) fn new() -> Self {
         let mine = MINE.get();
         MINE.set(mine + 1);
-        // This increments `CHANGING` before it reads `FORKING`, and `before_fork` increments `FORKING` before it reads `CHANGING`, so at
-        // least one of the two threads waits.
+        // This thread increments `CHANGING` before it reads `FORKING`, and `before_fork` increments `FORKING` before it reads `CHANGING`,
+        // so at least one of the two threads waits.
         let begin = || {
             CHANGING.fetch_add(1, Ordering::SeqCst);
             let begun = mine > 0 || FORKING.load(Ordering::SeqCst) == 0;

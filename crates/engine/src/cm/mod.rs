@@ -733,7 +733,7 @@ impl CmId {
     /// Destroys the identifier and drops its queued events. A connect request that was not answered is rejected.
     pub fn destroy(&self) {
         if self.is_datagram {
-            // Without an answer the requester repeats its request, and each repetition would be a new connect request. This fails if the
+            // Without an answer the requester repeats its request, and each repetition would be a new connect request. `reply` fails if the
             // identifier has no unanswered request, or if its listener, whose socket sends the answer, does not exist any more.
             let _ = self.reply(false, &[]);
         }

@@ -101,8 +101,8 @@ impl State {
     /// Removes the connect requests whose peers have closed the connection, and whose events the program has not read. The caller
     /// destroys them.
     ///
-    /// This is called only while another request is handled, which adds an event: a program that has found the channel readable still gets
-    /// one.
+    /// The function is called only while another request is handled, which adds an event: a program that has found the channel readable
+    /// still gets one.
     fn take_closed(&mut self) -> Vec<Arc<CmId>> {
         // An identifier that the program is accepting at this moment is not one of them.
         let is_closed = |id: &CmId| {

@@ -456,7 +456,7 @@ impl CmId {
             (receives && is_last, state.datagram.clone())
         };
         if let Some((qp, _)) = datagram.filter(|_| receives) {
-            // This fails if the queue pair was created after the group was joined, or if the program has detached it.
+            // The call fails if the queue pair was created after the group was joined, or if the program has detached it.
             let _ = qp.multicast(group, false);
         }
         Ok(())

@@ -33,7 +33,7 @@ pub(crate) trait Waiting: Member {
     fn trunk_opened(&self, process: &Process, trunk: &Arc<Trunk>);
 }
 
-/// The queue pairs that have received offers of the same process.
+/// The trunk to one process, and the queue pairs that wait for it.
 #[derive(Default)]
 struct Group {
     trunk: Weak<Trunk>,

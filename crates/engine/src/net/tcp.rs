@@ -94,7 +94,7 @@ impl Counters {
 #[derive(Debug)]
 pub struct Tcp {
     fd: EngineFd,
-    /// The socket to which a queue pair that is connected to itself sends. It receives from `fd`.
+    /// For a queue pair that is connected to itself: the socket to which it sends. It receives from `fd`.
     tx: Option<EngineFd>,
     batch: TxBatch,
     /// Bytes of `batch` that were sent.

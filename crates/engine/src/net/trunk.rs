@@ -38,7 +38,7 @@ use crate::sys::{Io, stream, thread};
 const SEND_AT: usize = 128 << 10;
 /// Unsent bytes at which no more may be added.
 const PENDING_MAX: usize = 256 << 10;
-/// The same for the last messages of a stream that ends.
+/// Unsent bytes at which not even the last messages of a stream that ends may be added.
 const PENDING_MAX_ENDING: usize = 2 * PENDING_MAX;
 /// Bytes that are received before other sources have their turn.
 const RX_TURN_BYTES: usize = 1 << 20;
@@ -46,7 +46,7 @@ const RX_TURN_BYTES: usize = 1 << 20;
 const TURN_TIME: Duration = Duration::from_micros(200);
 /// A polling thread that waits for the rest of a message that has arrived in part gives up when no bytes have arrived for this time.
 pub(crate) const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
-/// It also gives up when the whole wait has taken this time. 1 MiB takes 0.2 to 0.4 ms.
+/// A polling thread waits no longer than this for the rest of a message. 1 MiB takes 0.2 to 0.4 ms.
 pub(crate) const REST_TIME_MAX: Duration = Duration::from_millis(1);
 /// A batch of at least this number of bytes is sent without being copied.
 const UNCOPIED: usize = 32 << 10;
@@ -54,7 +54,8 @@ const UNCOPIED: usize = 32 << 10;
 const LAST_TURNS: usize = 256;
 /// How long the end that opened a trunk keeps it without queue pairs.
 const IDLE: Duration = Duration::from_secs(1);
-/// How long the other end keeps it. It is longer, so that the end that opened the trunk decides.
+/// How long the end that accepted a trunk keeps it without queue pairs. The time is longer than [`IDLE`], so that the end that opened the
+/// trunk decides.
 const IDLE_ACCEPTED: Duration = Duration::from_secs(30);
 
 /// The bit that is set in the name of the end that opened the trunk.

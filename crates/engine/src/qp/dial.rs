@@ -72,7 +72,7 @@ impl RcQp {
         } else {
             let early_connections = std::mem::take(&mut inner.early_connections);
             for (startup, source) in early_connections {
-                // This rejects connections of queue pairs that are not the peer.
+                // `accept_peer` rejects connections of queue pairs that are not the peer.
                 self.accept_peer(inner, &startup, source, now);
             }
         }
@@ -121,8 +121,8 @@ impl RcQp {
         }
     }
 
-    /// Handles that an attempt to dial the peer has failed. It is repeated as long as the queue pair may receive, because the peer's program
-    /// may set up its end at any time. IBA 9.7.6.1.3: only posted requests have a time-out.
+    /// Handles that an attempt to dial the peer has failed. Attempts are repeated as long as the queue pair may receive, because the peer's
+    /// program may set up its end at any time. IBA 9.7.6.1.3: only posted requests have a time-out.
     fn dial_failed(&self, inner: &mut Inner, now: Instant) {
         inner.dialing = None;
         let may_post = matches!(inner.conn.state(), State::Rts | State::Sqd);

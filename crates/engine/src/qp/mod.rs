@@ -1,7 +1,7 @@
 //! A reliable queue pair: the core's [`Connection`] and the TCP connection that carries it.
 //!
 //! `dial` connects it to its peer, `progress` moves its bytes, `on_trunk` moves its stream to a connection that it shares with other
-//! queue pairs, and `timers` has its timers. All state is behind one
+//! queue pairs, and `timers` has its timers. All state except the peer's address is behind one
 //! lock. Calls of the connection manager ([`Manager`]) are queued under that lock and made after it is released
 //! ([`RcQp::unlock`]).
 

@@ -77,7 +77,7 @@ const READY_MAX: usize = 32;
 /// ([`Turns::sockets_are_late`]), the next such poll checks them in any case.
 /// Polling memory needs no system call; checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
-/// The same while polled memory has nothing to receive.
+/// As [`SOCKETS_EACH_HIT`], while polled memory has nothing to receive.
 const SOCKETS_EACH_MISS: u64 = 16;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
