@@ -55,7 +55,7 @@ fn run<T>(body: impl FnOnce() -> Answer<T>) -> Answer<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(libc::EIO))
 }
 
-/// Runs the body of a function that returns 0, or -1 with errno.
+/// Runs the body of a function that returns a number, which `good` makes of the result, or -1 with errno.
 fn done<T>(body: impl FnOnce() -> Answer<T>, good: impl FnOnce(T) -> c_int) -> c_int {
     match run(body) {
         Ok(value) => good(value),

@@ -30,7 +30,7 @@ pub enum Use {
     Receive,
 }
 
-/// How long the program keeps memory unchanged.
+/// How long the program keeps memory mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
     /// Until the buffer is released. Memory that the kernel cannot watch is registered for one use.
@@ -141,7 +141,8 @@ impl Drop for Inner {
     }
 }
 
-/// Provides buffers for one protection domain. All peers of the domain may access the memory that it registers.
+/// Provides buffers for one protection domain. All peers of the domain may access the memory that the manager registers, as far as the
+/// access rights permit.
 #[derive(Debug)]
 pub struct Manager(pub(crate) Arc<Inner>);
 
@@ -229,7 +230,7 @@ impl Manager {
     ///
     /// # Safety
     ///
-    /// The memory belongs to the program and stays unchanged as `lifetime` says.
+    /// The memory belongs to the program and stays mapped as `lifetime` says.
     pub unsafe fn send(
         &self,
         addr: *const u8,
@@ -406,7 +407,7 @@ impl Inner {
                 Answer::Unknown => stable,
             };
             if keep {
-                // SAFETY: the program keeps the memory unchanged, or the kernel reports the change.
+                // SAFETY: the program keeps the memory mapped, or the kernel reports the change.
                 let kept = unsafe { cache::keep(self.pd.0, wanted, !stable, limit) };
                 if let Ok(Some(kept)) = kept {
                     return Ok(Kind::Kept(kept));

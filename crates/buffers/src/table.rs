@@ -2,9 +2,9 @@
 //!
 //! The *owner* of a registration is the number of the manager that has made the registration.
 //!
-//! No code here allocates or frees memory while it holds the lock of the table. That may take long. It may also unmap memory, and the
-//! kernel's report about unmapped memory (`watch.rs`) is handled by removing entries from the table, under the same lock. All lists are
-//! allocated at the beginning.
+//! No code here allocates or frees memory while it holds the lock of the table, except [`Table::make_room`], which allocates all lists
+//! before any memory is watched. The allocator may take long. It may also unmap watched memory, whose registrations would stay in the
+//! table until the lock is acquired again.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -223,8 +223,8 @@ impl Table {
     ///
     /// # Errors
     ///
-    /// `Some`: the entry has room once these registrations have ended, so the caller waits for them. `None`: there is no room, or
-    /// another thread is registering the same memory.
+    /// `Some`: the entry has room once these registrations have ended, so the caller waits for them. `None`: there is no room, the
+    /// memory cannot be watched, or another thread is registering some of it.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,

@@ -15,7 +15,7 @@ pub enum Protocol {
     Reliable,
 }
 
-/// The length of the longest name: an IPv6 address with all its digits.
+/// An upper bound for the length of a name: no IPv6 address has a longer text than this one.
 const LONGEST: usize = "anywarp/udp/ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255/65535/v6".len();
 
 /// A name. Creating one allocates no memory, so signal handlers may create names. The zero byte before an abstract name is
