@@ -202,7 +202,7 @@ done";
         command
     }
 
-    /// Runs `anywarp TEST` at both ends with `words`. Returns the rows of its table.
+    /// Runs `anywarp TEST` as server, and as client with the arguments `words`. Returns the rows of the client's table.
     fn measure(
         &mut self,
         place: Place,

@@ -1,8 +1,8 @@
 //! `cargo lab interop`: tests that anywarp and the kernel's siw interoperate.
 //!
-//! siw runs in a QEMU guest that `tests/interop/make-guest` builds from Debian packages. It is booted once, and an agent in
-//! it runs the programs of each case. The guest, and the network between guest and host, are in namespaces that end with this
-//! process.
+//! siw runs in a QEMU guest that `tests/interop/make-guest` builds from Debian packages. The guest is booted once, and is replaced only
+//! after a failure. An agent in it runs the programs of each case. The guest, and the network between guest and host, are in namespaces
+//! that end with this process.
 
 pub(crate) mod bench;
 mod guest;

@@ -39,11 +39,11 @@ enum Task {
     Programs(programs::Options),
     /// Run programs of other releases of Debian, in directory trees, with the expectations in tests/programs and tests/distros.
     Distros(distros::Options),
-    /// Run programs of other projects from PyPI, with the scripts in tests/adopters.
+    /// Run software of other projects from PyPI, Debian and crates.io, with the programs in tests/adopters.
     Adopters(adopters::Options),
     /// Run programs and tests/interop/peer.c against the kernel's siw in a QEMU guest, with the expectations in tests/interop.
     Interop(interop::Options),
-    /// Run tests/mpi with the distribution's MPIs, or compare transports.
+    /// Run the programs of tests/mpi and kernels of studies with MPIs of the distribution and of PyPI, or compare transports.
     Mpi(mpi::Options),
     /// Count the instructions of posting and receiving, and compare them with tests/c/count.expect.
     Count {
@@ -71,7 +71,7 @@ enum Task {
         /// A program, followed by parts of test names; by default a selection of programs.
         arguments: Vec<String>,
     },
-    /// Measure `anywarp ping` and `blast` in the modes of the thesis on datagram-iWARP, with loss and delay; write
+    /// Measure `anywarp blast` over datagrams with loss and delay: the modes of Write-Record, and reliable datagrams; write
     /// docs/results unless --short is given.
     Experiments(experiments::Options),
     /// Run one end of the kernel's TCP for `experiments`: `take PORT`, or `give PORT SECONDS`.
@@ -88,12 +88,13 @@ enum Task {
         #[arg(long, value_name = "PART")]
         filter: Option<String>,
     },
-    /// Run `anywarp ping` and `blast` briefly with every option; test interrupts and wrong ports.
+    /// Run `anywarp ping` and `blast` briefly with every kind of queue pair, operation and completion mode; test interrupts and
+    /// wrong ports.
     Perf,
     /// Capture the traffic of programs, and decode it with tshark and anywarp's dissector.
     Capture,
-    /// Run programs of the distribution with the preloaded library for sockets: at both ends, only
-    /// at the server, and only at the client; or measure upgraded streams against kernel TCP.
+    /// Run the tests of the preloaded library for sockets: programs of tests/c, and programs of the distribution with the library
+    /// at both ends, only at the server, and only at the client; or measure upgraded streams against kernel TCP.
     Sockets(sockets::Options),
     /// Compare extended sockets with verbs, rsockets and plain TCP, and check the bounds.
     Exs(exs::Options),

@@ -1,6 +1,7 @@
-//! `cargo lab mpi`: runs the programs of tests/mpi over the device, with the distribution's MPIs and with MPIs from PyPI.
+//! `cargo lab mpi`: runs the programs of tests/mpi and kernels of `studies` over the device, with the distribution's MPIs and with MPIs
+//! from PyPI.
 //!
-//! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs. With `--compare` it measures
+//! Shared memory and plain TCP are disabled, so that the device carries all messages between ranks. With `--compare` it measures
 //! instead (`mpi/compare.rs`).
 
 use std::path::{Path, PathBuf};

@@ -394,9 +394,9 @@ impl Build {
         Ok(out)
     }
 
-    /// Returns the command for the tests of the crates that have `unsafe` code. The core and the simulation have none (`forbid`), and have only
-    /// one thread, so only `long` checks them. In the tests of `anywarp-sockets` the runtime would find its own functions replaced by the library's
-    /// wrappers, so that crate is checked by the C programs alone.
+    /// Returns the command for the tests of crates with `unsafe` code. The core and the simulation have none (`forbid`), and their tests
+    /// have only one thread, so only `long` checks them. In the tests of `anywarp-sockets` the runtime would find its own functions replaced
+    /// by the library's wrappers. Only the C programs check that crate, and `anywarp-abi`.
     fn unit_tests(&self, arguments: &[&str], long: bool) -> Command {
         let mut packages = vec![
             "anywarp-engine",

@@ -63,7 +63,7 @@ const HEAD: &str = "# Sockets of unmodified programs and kernel TCP\n\n\
     of 1,500 bytes. A ratio compares the medians. CPU is the ratio of the processor time of both programs for the same work. In the rows of idle \
     programs the bar is for the value itself.\n\n";
 
-/// Runs the whole script, or the measurements.
+/// Runs all tests, or with `--bars` the measurements.
 pub(crate) fn run(options: &Options) -> Result {
     let library = sh::dist().join("lib/anywarp/libanywarp-sockets.so");
     if !library.exists() {

@@ -6,7 +6,7 @@
         with rdma.start(["./server", port]):
             assert rdma.run(["./client", port]).returncode == 0
 
-    def test_loss(rdma):
+    def test_an_error_is_handled(rdma):
         rdma.faults = "op=write nth=3 -> error=remote-access"
         assert rdma.run(["./client"]).returncode != 0
 

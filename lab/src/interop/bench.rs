@@ -32,7 +32,8 @@ const ROWS: [(&str, &str, &str, bool); 6] = [
     ("Read 64 KiB, MiB/s", "ib_read_bw", "-s 65536 -n 300", false),
 ];
 
-/// The stacks: the name, a command that makes its device the only one, the prefix of its programs, and their arguments.
+/// The stacks: the name, a command that prepares the guest (siw and rxe do not exist at the same time), the prefix of the programs,
+/// and their arguments.
 const STACKS: [(&str, &str, &str, &str); 4] = [
     ("anywarp", "true", ANYWARP, ""),
     (
