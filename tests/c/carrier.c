@@ -229,7 +229,10 @@ static const char *flood_wakeups(unsigned int which)
 	return NULL;
 }
 
-/* Writes random data to the page and the rings, and wakes the server. */
+/*
+ * Writes random data to the page and to one of the rings, and wakes the server. Two of three rounds leave the first 1024 bytes of the page as
+ * they are.
+ */
 static const char *write_garbage(unsigned int which)
 {
 	int fd = connect_anywarp(which);

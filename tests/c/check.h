@@ -43,7 +43,7 @@ struct test {
 	const char *(*run)(size_t arg);
 	size_t arg;
 	unsigned int seconds; /* time limit; 0: DEFAULT_SECONDS */
-	bool alone;           /* run in a separate process, because the test may crash */
+	bool alone;           /* run in a separate process: the test may crash, or needs a process that has not used the library yet */
 };
 
 #define DEFAULT_SECONDS 60
@@ -94,7 +94,7 @@ UNUSED __attribute__((format(printf, 1, 2))) static const char *because(const ch
 #define SKIP_MARK '\001'
 #define SKIPPED 77 /* exit status of a skipped test that ran in a separate process */
 
-/* Ends the test as skipped, because the device does not offer what it tests. */
+/* Ends the test as skipped, because the device or the host does not offer what the test needs. */
 #define SKIP(reason) return "\001" reason
 
 UNUSED static uint64_t now_ns(void)

@@ -326,7 +326,7 @@ static const char *has_path(struct rdma_cm_id *id)
 	return NULL;
 }
 
-/* Both ends of a connection have a path record. */
+/* An id with a resolved route has a path record, and so has the id of a connection request. */
 static const char *path_records(size_t space)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -827,15 +827,15 @@ static const char *queue_pair_gone(size_t number_is_used)
 		ENSURE(n >= 0, "read: %s", strerror(errno));
 		got += (size_t)n;
 	} while (n);
-	/* Checks the length, the header of 18 bytes, and the layer, type and code of the Terminate. */
+	/* The length of two bytes and the header of 18 precede the layer, type and code of the Terminate. Byte 3 has the opcode. */
 	ENSURE(got >= 24 && (received[3] & 0x0f) == 7, "%zu bytes, expected a Terminate", got);
 	ENSURE(received[20] == 0x20 && received[21] == 5, "Terminate 0x%02x 0x%02x, expected 2/0/5", received[20], received[21]);
 	return NULL;
 }
 
 /*
- * Connections to a listening port from clients that do not speak MPA. Each of them is closed. A client that speaks MPA is
- * served while they are open.
+ * Connections to a listening port from clients that send no MPA Request, or only its beginning. Each of them is closed. A client
+ * that sends a whole one is served while they are open.
  */
 static const char *other_clients(size_t count)
 {
@@ -1055,7 +1055,7 @@ static const char *extended(size_t arg)
 	ENSURE(!ibv_wr_complete(qp), "ibv_wr_complete");
 	TRY(expect_ok(s.server->recv_cq, 1, IBV_WC_RECV, NULL));
 	TRY(expect_ok(s.client->send_cq, 2, IBV_WC_SEND, NULL));
-	/* Once more with an id whose queues were destroyed. */
+	/* The id can have new queues now. A call that fails leaves none behind. */
 	rdma_destroy_qp(s.client);
 	ENSURE(!s.client->qp && !s.client->send_cq && !s.client->recv_cq, "rdma_destroy_qp does not clear all queues");
 	init.comp_mask = init.send_ops_flags = 0;
@@ -1186,7 +1186,7 @@ static const char *request_without_descriptors(size_t arg)
 	ENSURE(!rdma_bind_addr(s.listener, sa(&s.address)), "rdma_bind_addr: %s", strerror(errno));
 	ENSURE(!rdma_listen(s.listener, BACKLOG), "rdma_listen: %s", strerror(errno));
 	TRY(own_address(&s.address, AF_INET, ntohs(rdma_get_src_port(s.listener))));
-	/* More often than the backlog permits unanswered requests. */
+	/* There are more requests than the backlog permits without an answer. */
 	for (int i = 0; i < BACKLOG + 2; i++) {
 		TRY(new_client(&s, RDMA_PS_TCP));
 		ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
@@ -1344,8 +1344,8 @@ struct taker {
 };
 
 /*
- * Takes connect requests without sleeping, so that the first one is taken while later ones are still being moved. After a failure it
- * continues, because rdma_migrate_id waits for the acknowledgements.
+ * Takes connect requests without sleeping, so that the first one is taken while later ones are still being moved. It continues after
+ * a wrong event, because rdma_migrate_id waits for the acknowledgements.
  */
 static void *take_requests(void *arg)
 {
@@ -1425,7 +1425,7 @@ static const char *nonblocking_channel(size_t arg)
 	return not_readable(channel->fd, 0);
 }
 
-/* The client of the tests with synchronous ids: connects, sends one message, disconnects. */
+/* The client of `synchronous`: connects, sends one message, disconnects. */
 static void *blocking_client(void *arg)
 {
 	struct fixture *s = arg;
@@ -2071,7 +2071,7 @@ static const char *dummy_qp_connection(size_t how)
 	return NULL;
 }
 
-/* Datagrams: the accepting side sends the number, the Q_Key and the address of its queue pair. */
+/* Datagrams: the accepting side sends the number and the Q_Key of its queue pair. The event has these and the peer's address. */
 static const char *datagrams(size_t family)
 {
 	struct rdma_conn_param p = params("udp", 3);
@@ -2243,7 +2243,7 @@ static const char *datagrams_without_listener(size_t accepts)
 	return NULL;
 }
 
-/* A datagram of a member reaches all members, and none that has left the group. */
+/* A datagram of a member reaches all other members, and none that has left the group. */
 static const char *multicast(size_t members)
 {
 	struct rdma_event_channel *channel;

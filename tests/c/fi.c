@@ -452,7 +452,7 @@ static const char *flood(size_t arg)
 	return NULL;
 }
 
-/* The number of connected stream sockets in this process. */
+/* The number of connected TCP sockets in this process. A connection between two of its endpoints has two. */
 static int streams(void)
 {
 	int found = 0;
@@ -806,7 +806,7 @@ static const char *no_link_at_the_end(size_t peer_offers)
 /* Injected messages that wait at their sender for a receive arrive although the sender's endpoint is closed. */
 static const char *closes_after_inject(size_t arg)
 {
-	/* More than the receiver stores, and few enough to be received within the two seconds that closing may take. */
+	/* More than the receiver stores, and few enough to be received within the ten seconds that closing may take. */
 	enum { MOST = 1500 };
 	struct fi_cq_tagged_entry entry;
 	struct side a, b;
@@ -1260,7 +1260,7 @@ static const char *atomics(size_t arg)
 		ENSURE(result[i] == (int64_t)i + 1000 && target[i] == (i % 2 ? 1000 : (int64_t)i + 1000),
 		       "element %zu: another result of the compare and swap", i);
 	OK(fi_inject_atomic(a.ep, operand, 1, a.peer, at, key, FI_INT64, FI_BXOR));
-	/* Unknown memory, memory without write access, or a range beyond its end. */
+	/* Unknown memory, memory without write access, and ranges that end after the memory or begin before it. */
 	const struct {
 		uint64_t at, key;
 	} bad[] = { { at, key ^ 512 }, { at, fi_mr_key(read_only) }, { at + sizeof target - 8 * n + 8, key }, { at - 8, key } };
@@ -1438,7 +1438,7 @@ static const char *start_peer(struct side *a, pid_t *child)
 
 enum { LINK = 1 << 10 };
 
-/* A peer that is killed or stopped: requests to it fail within the time-out, and requests to others succeed. */
+/* Requests to a peer that is killed or stopped fail within 12 s, four times the time-out. Requests to others succeed. */
 static const char *lost_peer(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -1518,7 +1518,8 @@ static int be_a_waiting_peer(const char *hex, int what, uint64_t at, uint64_t ke
 			return 2;
 		if (what == REQUESTS && fi_atomic(e.ep, &operand, 1, NULL, e.peer, at, key, FI_INT64, FI_SUM, &e))
 			return 3;
-		/* After this time the first end has the message or the request. In the second turn it may also have answered. */
+		/* The first end stops this process when it has read the byte of the first turn. Before that, the message or the request
+		 * must have arrived. */
 		while (now_ms() < until && turn == 0)
 			fi_cq_read(e.rx, NULL, 0);
 		if (write(1, "", 1) != 1)
@@ -1743,7 +1744,7 @@ static const char *answer_lost(size_t what)
 	return why;
 }
 
-/* Fills the send queue of an endpoint with messages to a peer that is stopped. They complete only when its time is over. */
+/* Fills the send queue of an endpoint with messages to a peer that is stopped. They complete only after the time-out. */
 static const char *fill_send_queue(struct side *a, pid_t *child)
 {
 	fi_addr_t peer = a->peer;
@@ -1801,7 +1802,7 @@ static const char *notice_waits(size_t arg)
 	TRY(open_sides(&a, &b));
 	TRY(fill_send_queue(&b, &child));
 	move_both(&a, &b);
-	/* Less than the time-out, so that the notice cannot be sent. */
+	/* The loop ends before the time-out, so the notice cannot be sent meanwhile. */
 	for (uint64_t begin = now_ms(), quiet = begin; sent < MOST && now_ms() < quiet + 300 && now_ms() < begin + 1500;) {
 		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, EAGER - 4 } };
 
@@ -1861,7 +1862,7 @@ static const char *link_fails_before_write(size_t arg)
 	memset(moving, 0, sizeof moving);
 	for (size_t i = 0; i < 2; i++)
 		fill_bytes(long_out[i], sizeof long_out[i], i);
-	/* `low` grants memory, and the grant waits in its send queue. Then `high` grants memory, and the write of `low` waits behind that grant. */
+	/* The grant of `low` waits in the send queue of `low`. Then `high` grants memory, and the write of `low` waits behind the grant of `low`. */
 	OK(fi_trecv(low.ep, long_in[0], sizeof long_in[0], NULL, low.peer, 5, 0, &long_in[0]));
 	OK(fi_trecv(high.ep, long_in[1], sizeof long_in[1], NULL, high.peer, 5, 0, &long_in[1]));
 	OK(fi_tsend(high.ep, long_out[0], sizeof long_out[0], NULL, high.peer, 5, &long_out[0]));
@@ -2315,7 +2316,7 @@ static const char *be_peers(int from, int to)
 /*
  * Measures the memory that an endpoint needs for each of many peers, after their insertion into the address vector and after an
  * exchange of messages.
- * The carrier in shared memory is turned off: at most 64 ports use it, so its memory does not grow with the number of peers.
+ * The carriers in shared memory are turned off: a process has at most 64, so their memory does not grow with the number of peers.
  */
 static const char *peers(size_t arg)
 {
@@ -2554,7 +2555,7 @@ static const char *refused(size_t arg)
 }
 
 static const struct test tests[] = {
-	/* This test runs in a separate process, because this process has already read the environment variables. */
+	/* A test that sets variables of the device runs in a separate process, because a process reads them once. */
 	{ "failed_endpoint", failed_endpoint, 0, 0, true },
 	{ "answers", answers, 0, 0, false },
 	{ "refused", refused, 0, 0, false },

@@ -300,7 +300,8 @@ static const char *hints_opened(size_t arg)
 		if (opened) {
 			OK(fi_domain(fabric, info, &domains[opened - 1], NULL));
 		}
-		/* `which` 2: the hints name no domain; 3: they name one that is not open, as an earlier answer does. */
+		/* `which` 0 and 1: the hints name this domain; 2: none; 3: one that is not open, as an answer does after its domain was
+		 * closed. */
 		for (size_t which = 0; which < 4; which++) {
 			if (which < 2 && which >= opened)
 				continue;
@@ -317,7 +318,7 @@ static const char *hints_opened(size_t arg)
 			ENSURE(its_domain == domains[which < 2 ? which : 0], "%zu domains, hint %zu: another domain", opened, which);
 		}
 	}
-	/* An answer is usable as hints after the objects that it names have been closed. */
+	/* An answer is usable as hints after the domain that it names has been closed. */
 	asked = new_hints();
 	OK(fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, asked, &got));
 	fi_freeinfo(asked);
@@ -581,7 +582,7 @@ static const char *bindings_of_two_domains(size_t arg)
 	return NULL;
 }
 
-/* Completion queues of many sizes, formats and wait objects, and many at once. */
+/* Completion queues of many sizes, with each wait object, and many at once. An unknown format is refused. */
 static const char *queues(size_t arg)
 {
 	static const struct {
@@ -871,7 +872,7 @@ static const char *event_queues(size_t arg)
 	return NULL;
 }
 
-/* Counters: many at once, their values, and waits that succeed, time out and fail. */
+/* Counters: many at once, their values, and waits that succeed and time out. */
 static const char *counters(size_t arg)
 {
 	struct fid_cntr *all[200];
@@ -1274,7 +1275,7 @@ static const char *vectors_names(size_t type)
 	return NULL;
 }
 
-/* Messages to addresses that were inserted before and after the endpoint was enabled, and inserted again. */
+/* Messages to an address that is removed from the vector of an enabled endpoint, and inserted again. */
 static const char *vectors_used(size_t type)
 {
 	struct setup how = { .av = type };
@@ -1284,7 +1285,7 @@ static const char *vectors_used(size_t type)
 	struct side a, b;
 	fi_addr_t decoys[3], source;
 
-	/* The addresses are in another order in the two vectors. */
+	/* Other addresses come first in the vector of `a`, so the two ends have different indexes for each other. */
 	TRY(open_side_as(&a, &how));
 	TRY(open_side_as(&b, &how));
 	struct sockaddr_in others[3] = { name4(1), name4(2), name4(3) };
@@ -1704,7 +1705,7 @@ static const char *memory_calls(size_t variant)
 
 enum { ADDS, ADDS_V, ADDS_MSG, ADDS_INJECTED, FETCHES, FETCHES_V, FETCHES_MSG, SWAPS, SWAPS_V, SWAPS_MSG, ATOMIC_CALLS };
 
-/* Every call for atomic operations, with every way to wait. The operands and results are in two pieces. */
+/* Every call for atomic operations, with every way to wait. The calls that take lists have the operands and results in two pieces. */
 static const char *atomic_calls(size_t variant)
 {
 	enum { N = 7 };
@@ -2173,10 +2174,13 @@ static const char *multi_recv_by_default(size_t arg)
 
 /* ---------------------------------------------------------------- patterns of traffic */
 
-/* A test whose messages have tags gets the sum of the way to wait and this number as its argument. */
+/* What `pingpong` gets added to the way to wait. */
 enum { TAGS = HOWS, YIELDS = 2 * TAGS };
 
-/* Messages go back and forth. `arg` is the way to wait, plus TAGS if the messages have tags. */
+/*
+ * Messages go back and forth. `arg` is the way to wait, plus TAGS if the messages have tags, or plus YIELDS if they have tags and the
+ * queues have the wait object FI_WAIT_YIELD.
+ */
 static const char *pingpong(size_t arg)
 {
 	bool tagged = arg >= TAGS;
@@ -2243,7 +2247,7 @@ static const char *bandwidth(size_t arg)
 
 		for (int step = 0; step < 2; step++) {
 			for (size_t i = 0; i < WINDOW; i++) {
-				/* The last message sent is received first. */
+				/* With BACKWARDS the last message sent is received first. */
 				size_t k = backwards ? WINDOW - 1 - i : i;
 
 				if ((step == 1) == late) {

@@ -632,7 +632,7 @@ static const char *post_one_receive(int end)
 	return NULL;
 }
 
-/* Polls all completions. Fails if one of them is not caused by the legitimate peer. */
+/* Polls all records and completions. Fails if one of them is not caused by the legitimate peer. */
 static const char *take(void)
 {
 	struct anywarpdv_record record[16];

@@ -464,7 +464,7 @@ static int close_many(void *p)
 	return failed;
 }
 
-/* Among many listeners some have their signposts at the second candidate port, and each is found. */
+/* Among many listeners some have their signposts at the second candidate port. Ten of them are found within a second each. */
 static const char *many_listeners(size_t n)
 {
 	static uint16_t ports[COUNT(many)];

@@ -7,7 +7,7 @@
  *
  *   --seconds=N        duration of the traffic of each test (default 1)
  *   --idle=N           number of connections and datagram peers of the test `idle`, which prints their memory
- *   --qps=N --threads=N  replaces the numbers of the other tests
+ *   --qps=N --threads=N  replace the numbers of queue pairs and threads of the other tests
  */
 #include "ends.h"
 

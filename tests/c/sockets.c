@@ -2,7 +2,7 @@
 /*
  * TCP sockets and poll, select and epoll as programs use them. `cargo lab sockets` runs this program on the kernel's
  * sockets, and with both ends upgraded by libanywarp-sockets.so, with and without shared memory. All runs must give the same
- * results. Both ends are in this process and use the loopback interface.
+ * results. Both ends use the loopback interface. In some tests one of them is in a child process.
  *
  * SOCKETS_UPGRADED=1 says that connections should be upgraded. The first test checks this.
  */
@@ -500,7 +500,7 @@ static const char *closed(size_t copies)
 	ENSURE(!close(p.b), "close: %s", strerror(errno));
 	TRY(is_quiet(set));
 	if (copies) {
-		/* The stream stays open through its copy, although the original was removed from the set. */
+		/* The stream stays open through its copy, although the original was removed from the set and closed. */
 		TRY(text(p.a, "ab"));
 		TRY(is_quiet(set));
 		TRY(takes(copy, "ab"));
@@ -1101,7 +1101,7 @@ static const char *mixed_reads(size_t arg)
 		ssize_t n;
 
 		state = state * 1664525 + 1013904223;
-		/* Half of the lengths are below 600 bytes. */
+		/* Half of the lengths are at most 600 bytes. */
 		wanted = 1 + (state >> 8) % (state & 128 ? 600 : sizeof block);
 		if (state >> 31) {
 			for (size_t k = 0; k < wanted; k++)
@@ -1560,8 +1560,8 @@ static const char *one_signal(size_t first)
 enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22, LATE = 1 << 23 };
 
 /*
- * All data that the peer's process sent before it ended can be read. The peer makes the connection itself, because a process that has only
- * inherited a connection does not end its data (docs/sockets.md, known gaps).
+ * All data that the peer's process sent before it ended can be read. The peer makes the connection itself, because this end may get
+ * ECONNRESET in place of the end of the data from a process that has inherited its connection (docs/sockets.md, known gaps).
  */
 static const char *reads_from_the_dead(size_t how)
 {
@@ -1757,7 +1757,10 @@ static void *write_bursts(void *p)
 	return NULL;
 }
 
-/* Waits for bytes in the way `how`. Returns the number of bytes that may be read now, up to `most`. */
+/*
+ * Waits for bytes in the way `how`. Returns the length of the next read: the number of bytes that are there if `how` tells it, at
+ * most `most`, and otherwise `most`.
+ */
 static size_t wait_for_bytes(size_t how, int fd, int set, size_t most, const char **error)
 {
 	struct pollfd one = { .fd = fd, .events = POLLIN };
@@ -2723,8 +2726,8 @@ static const char *shares_turns(size_t streams)
 }
 
 /*
- * A program that closes all descriptor numbers does not close the descriptors of the library. If the program puts descriptors of its own at
- * these numbers, the library does not use them.
+ * A program that closes the numbers from 1000 on, which the library gives its own descriptors, does not close these descriptors. If the
+ * program puts descriptors of its own at these numbers, the library does not use them.
  */
 static const char *closes_all_numbers(size_t replaces)
 {

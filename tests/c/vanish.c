@@ -165,7 +165,7 @@ static const char *connect_verbs(int fd, size_t way, struct end *e)
 	return exchange(fd, &mine, &theirs);
 }
 
-/* Sends messages one after another. The link is taken down while ten are outstanding. */
+/* Sends messages one after another. Then the test takes the link down, and this end posts ten more. */
 static const char *survive(int fd, int parent, size_t way)
 {
 	struct rdma_event_channel *channel = NULL;

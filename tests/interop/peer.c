@@ -119,8 +119,8 @@ static struct ibv_wc good_wc(const char *what) {
 
 // ------------------------------------------------------------------ work requests
 
-// Unsignaled requests have wr_id 3, and their completions are ignored. If the connection ends at that moment, siw may report such a
-// request as failed although it was sent. It may also report the receive of the answer before the request that was answered.
+// Unsignaled requests have wr_id 3, and their completions are ignored. If the connection ends right after such a request was sent, siw
+// may report the request as failed. It may also report the receive of an answer before the request that was answered.
 
 static void receive(int size) {
     struct ibv_sge sge = {.addr = (uintptr_t)box->addr, .length = (uint32_t)size, .lkey = box->lkey};
