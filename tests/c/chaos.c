@@ -677,7 +677,7 @@ static const char *nothing_grew(const struct holdings *before, const char *what)
 	return NULL;
 }
 
-/* Runs `once` a few times to warm up, and then often. Resource usage must not grow. */
+/* Runs `once` to warm up, 20 times and a tenth of `count`, and then `count` times, in which resource usage must not grow. */
 static const char *repeated(const char *(*once)(void), size_t count)
 {
 	struct holdings before;
@@ -921,7 +921,7 @@ static void *post_in_a_crowd(void *arg)
 	return NULL;
 }
 
-/* Threads post to one queue pair while others poll its queues. No message is lost, duplicated or mixed up. */
+/* Threads post to one queue pair while another one polls for both ends. No message is lost, duplicated or mixed up. */
 static const char *threads_together(size_t count)
 {
 	enum { THREADS = 4 };

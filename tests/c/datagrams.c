@@ -3,7 +3,7 @@
  * UDP sockets as programs use them. `cargo lab sockets` runs this program on the kernel's sockets, and with
  * libanywarp-sockets.so and rules that send the program's datagrams as messages of datagram-iWARP (docs/sockets.md).
  * Datagrams that are not messages are called plain, and sockets that send messages upgraded. All runs must give the same
- * results. All ends are in this process and use the loopback interface.
+ * results. All ends use the loopback interface, and are in this process or in a child of it.
  *
  * With DATAGRAMS_RELIABLE the datagrams are to be reliable. A thread of the library then reads the socket, so a datagram
  * may arrive after the call that sent it has returned. To see what was sent, the test captures the packets of the interface.
@@ -562,7 +562,7 @@ static const char *lists(size_t arg)
 }
 
 /*
- * A list of datagrams to several receivers. Some receivers do not use the library, and one datagram is too long for a
+ * A list of datagrams to two receivers in turn. One of them does not use the library, and one datagram is too long for a
  * message.
  */
 static const char *mixed_list(size_t arg)

@@ -1015,7 +1015,7 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 
 /*
  * Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. Shared memory between ports
- * of one host is turned off: at most 64 ports have it, so it is not a cost of each peer.
+ * of one host is turned off: a process shares at most 64 of them, so it is not a cost of each peer.
  */
 static const char *peers(size_t arg)
 {

@@ -1392,8 +1392,8 @@ static const char *queues(size_t arg)
 }
 
 /*
- * A receive is cancelled while the peer may be writing to its memory. The receive and the send end in the same way, and the connection
- * remains.
+ * A receive is cancelled while the peer may be writing to its memory. Either it completes with the send, or the send completes with
+ * the next receive. The connection remains.
  */
 static const char *cancel_while_written(size_t arg)
 {

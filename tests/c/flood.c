@@ -250,7 +250,7 @@ static void read_request(struct packet *p, uint8_t dst, uint8_t src, uint32_t id
 
 /*
  * Builds a datagram that must not be accepted. An unknown sender may use valid keys, which must not work with its
- * address. A spoofed datagram has a valid address but no valid keys.
+ * address. A spoofed datagram has a valid address but no key that permits an access.
  */
 static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofed)
 {

@@ -994,7 +994,7 @@ static const char *false_signpost(size_t lie)
 	return NULL;
 }
 
-/* A signpost answers only queries, and with no more bytes than the query has. */
+/* A signpost answers only queries and release requests. The answer to a query has as many bytes as the query. */
 static const char *only_queries_answered(size_t arg)
 {
 	unsigned char bytes[64] = "aWsp\x11";

@@ -3,8 +3,8 @@
  * Sockets over RDMA (rdma/rsocket.h): streams, datagrams, mapped memory, rpoll, and peers that die or violate the
  * protocol.
  *
- * Both ends are in this process, except in the tests that kill a peer. Their address is TEST_ADDR or 127.0.0.1 with IPv4, and
- * ::1 with IPv6.
+ * Both ends are in this process, except in the tests that kill a peer and in `requests_that_wait`. Their address is TEST_ADDR or
+ * 127.0.0.1 with IPv4, and ::1 with IPv6.
  */
 #include "ends.h"
 

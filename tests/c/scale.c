@@ -1056,8 +1056,8 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 	sleep_ms(100);
 	malloc_trim(0);
 	/*
-	 * The process keeps up to 2 MiB of buffers in all for later queue pairs: 2 KiB for each of 1,000 queue pairs. The
-	 * rest of the limit is memory that malloc keeps.
+	 * The process keeps up to four receive buffers of 256 KiB, which are 2 KiB for each of 500 queue pairs. The rest of the
+	 * limit is for transmit buffers and memory that malloc keeps.
 	 */
 	return print_cost("RC queue pair, all destroyed", before, n, 3);
 }

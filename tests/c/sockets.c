@@ -1243,7 +1243,7 @@ static const char *two_readers(size_t half)
 	struct pair p;
 
 	TRY(connected(&p));
-	/* Long writes pass through memory when the stream has carried some. */
+	/* With `set memory 1`, these writes are enough for later long ones to pass through shared memory. */
 	for (int i = 0; i < 4; i++) {
 		ENSURE(write(p.a, block, sizeof block) == sizeof block, "write: %s", strerror(errno));
 		TRY(take_all(p.b, sizeof block));
