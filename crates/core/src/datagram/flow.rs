@@ -400,7 +400,8 @@ impl Flow {
     /// Schedules the report of a datagram that came from `peer` to our address `from`.
     pub(super) fn schedule_report(&mut self, peer: Peer, from: Option<IpAddr>, id: u32, end: u32) {
         let waits = self.reports.iter().position(|r| r.0 == peer);
-        if waits.is_none() && !self.spend(&peer, REPORT) {
+        let has_room = self.reports.len() < bounds::DATAGRAM_PEERS;
+        if waits.is_none() && !(has_room && self.spend(&peer, REPORT)) {
             return;
         }
         if let Some(source) = self.sources.get_mut(&peer) {
@@ -415,7 +416,7 @@ impl Flow {
         if let Some(waiting) = waits.and_then(|at| self.reports.get_mut(at)) {
             // The newer report replaces the older one, whose bytes were taken from the credit already.
             *waiting = (peer, from, report);
-        } else if self.reports.len() < bounds::DATAGRAM_PEERS {
+        } else {
             self.reports.push_back((peer, from, report));
         }
     }
@@ -717,6 +718,31 @@ mod tests {
         assert!(flow.sources.len() <= bounds::DATAGRAM_PEERS);
         assert!(flow.windows.len() <= bounds::DATAGRAM_PEERS);
         assert!(flow.reports.len() <= bounds::DATAGRAM_PEERS);
+    }
+
+    /// A source whose report finds no room in the list is reported with its next datagram.
+    #[test]
+    fn a_report_without_room_in_the_list_is_not_counted() {
+        let mut flow = Flow::new();
+        flow.count_arrival(peer(0), 1000);
+        for port in 1..=1024 {
+            flow.reports.push_back((
+                peer(port),
+                None,
+                Report {
+                    id: 1,
+                    end: 1,
+                    room: 0,
+                },
+            ));
+        }
+        assert_eq!(flow.reports.len(), bounds::DATAGRAM_PEERS);
+        flow.schedule_report(peer(0), None, 1, 1);
+        let source = flow.sources.get(&peer(0)).unwrap();
+        assert_eq!((source.reports_sent, source.credit), (0, 1000));
+        flow.next_report();
+        flow.schedule_report(peer(0), None, 2, 1);
+        assert_eq!(flow.reports.back().unwrap().0, peer(0));
     }
 
     #[test]

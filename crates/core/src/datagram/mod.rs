@@ -361,12 +361,14 @@ impl DatagramQp {
     /// which may make records.
     pub fn records(&mut self) -> &Records {
         self.expire();
+        self.after();
         &self.records
     }
 
     /// Takes the oldest record of an incoming Write-Record.
     pub fn poll_record(&mut self) -> Option<Record> {
         self.expire();
+        self.after();
         let record = self.records.poll()?;
         self.feed_records();
         Some(record)

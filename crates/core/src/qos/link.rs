@@ -186,10 +186,14 @@ impl Link {
     /// Carries the packets for which the link has had time until `now`.
     pub fn serve(&mut self, now: Nanos) {
         while self.free_at <= now {
-            let Some(len) = self.carry_packet(now) else {
+            let Some((len, sent_before)) = self.carry_packet(now) else {
                 return;
             };
-            self.free_at = self.free_at.max(now.saturating_sub(QOS_CATCH_UP)) + self.time_of(len);
+            // The link has carried bytes that left before in the meantime, also if no thread called this function.
+            if !sent_before {
+                self.free_at = self.free_at.max(now.saturating_sub(QOS_CATCH_UP));
+            }
+            self.free_at += self.time_of(len);
         }
     }
 
@@ -201,9 +205,10 @@ impl Link {
     }
 
     /// Removes the flows that have neither asked to send nor been touched ([`Self::touch`]) for the time [`QOS_SILENCE`]: their processes
-    /// have ended, or they have nothing to send.
+    /// have ended, or they have nothing to send. Flows that have sent too early stay until the link has carried these bytes.
     pub fn forget_silent(&mut self, now: Nanos) {
-        let silent = |flow: &Flow| now.saturating_sub(flow.seen) > QOS_SILENCE;
+        let silent =
+            |flow: &Flow| now.saturating_sub(flow.seen) > QOS_SILENCE && flow.allowance >= 0;
         let gone: Vec<_> = self
             .flows
             .iter()
@@ -271,8 +276,9 @@ impl Link {
         })
     }
 
-    /// Carries a packet of the flow whose turn it is. Returns its length; `None` if no flow waits.
-    fn carry_packet(&mut self, now: Nanos) -> Option<u64> {
+    /// Carries a packet of the flow whose turn it is. Returns its length, and whether the flow had sent its bytes before; `None` if no flow
+    /// waits.
+    fn carry_packet(&mut self, now: Nanos) -> Option<(u64, bool)> {
         let waiting = self.waiting();
         let (high, low) = (self.high.serves(waiting), self.low.serves(waiting));
         // IBA 7.6.9.2: when the limit is reached, one packet of low priority is sent. A limit of 0 allows one packet of high
@@ -290,7 +296,7 @@ impl Link {
         };
         let at = table.pick(waiting)?;
         let lane = usize::from(table.shares.get(at)?.lane);
-        let len = self.carry_for(lane, now)?;
+        let (len, sent_before) = self.carry_for(lane, now)?;
         let table = if from_high {
             &mut self.high
         } else {
@@ -303,11 +309,11 @@ impl Link {
         if from_high {
             self.high_left -= len;
         }
-        u64::try_from(len).ok()
+        u64::try_from(len).ok().map(|len| (len, sent_before))
     }
 
-    /// Gives a packet to the next flow of a lane.
-    fn carry_for(&mut self, lane: usize, now: Nanos) -> Option<i64> {
+    /// Gives a packet to the next flow of a lane. Returns its length, and whether the flow had sent its bytes before.
+    fn carry_for(&mut self, lane: usize, now: Nanos) -> Option<(i64, bool)> {
         let (queue, last) = (self.queues.get_mut(lane)?, self.last.get_mut(lane)?);
         let next = queue.range(last.saturating_add(1)..).next();
         let next = next.or_else(|| queue.first());
@@ -319,12 +325,13 @@ impl Link {
         } else {
             (-flow.allowance).clamp(1, QOS_PACKET)
         };
+        let sent_before = flow.allowance < 0;
         flow.allowance += len;
         if !flow.is_eligible() {
             queue.remove(&id);
         }
         debug_assert!(now >= flow.seen, "the time never decreases");
-        Some(len)
+        Some((len, sent_before))
     }
 
     // ------------------------------------------------------------------ sharing

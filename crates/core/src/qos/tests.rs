@@ -162,6 +162,23 @@ fn an_idle_link_sends_at_once_and_does_not_save_up_time() {
     }
 }
 
+/// A message of 250 MB takes two seconds of the link, in which nothing else is sent.
+#[test]
+fn a_message_that_was_sent_too_early_is_carried_while_nobody_asks() {
+    let mut link = link("");
+    assert_eq!(link.ask(0, 7, 0), 4096);
+    link.sent(0, 7, 0, 250_000_000, false);
+    let early = 1_900 * MS;
+    link.forget_silent(early);
+    assert_eq!(link.ask(early, 7, 0), 0);
+    let next = link.next(7).unwrap();
+    assert!((1_995 * MS..2_005 * MS).contains(&next), "{next}");
+    link.sent(next, 7, 0, 0, false);
+    link.serve(next);
+    link.forget_silent(4_000 * MS);
+    assert!(!link.knows(7));
+}
+
 #[test]
 fn a_thread_that_is_late_catches_up_at_most_ten_milliseconds() {
     let mut link = link("");

@@ -12,7 +12,7 @@ use crate::datagram::types::Peer;
 
 /// What one host or network uses.
 #[derive(Debug, Default)]
-struct Share {
+pub(super) struct Share {
     peers: u32,
     /// At most [`bounds::RD_WAITING`].
     waiting: u32,
@@ -20,11 +20,32 @@ struct Share {
     answers: u32,
 }
 
+/// A host or a network as a key of the tables: the upper 64 bits of an IPv6 address, or an IPv4 address. It takes less memory than an
+/// [`IpAddr`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Prefix(u64);
+
+impl Prefix {
+    fn new(prefix: IpAddr) -> Self {
+        match prefix {
+            // No host has an IPv6 address with these upper bits.
+            IpAddr::V4(ip) => Self(0xffff << 32 | u64::from(ip.to_bits())),
+            IpAddr::V6(ip) => Self((ip.to_bits() >> 64) as u64),
+        }
+    }
+
+    /// Returns the host and the network of a peer.
+    fn of(peer: &Peer) -> (Self, Self) {
+        let (host, network) = prefixes(peer);
+        (Self::new(host), Self::new(network))
+    }
+}
+
 /// The use of peer entries, and of memory for waiting packets and answers, by hosts and networks.
 #[derive(Debug, Default)]
 pub(super) struct Shares {
-    hosts: Table<IpAddr, Share>,
-    networks: Table<IpAddr, Share>,
+    hosts: Table<Prefix, Share>,
+    networks: Table<Prefix, Share>,
     peers: usize,
     waiting: usize,
     answers: usize,
@@ -63,9 +84,9 @@ impl Shares {
     /// host and its network apply.
     pub(super) fn has_room_for_peer(&self, peer: &Peer, is_incoming: bool) -> bool {
         let left = bounds::RD_PEERS.saturating_sub(self.peers);
-        let (host, network) = prefixes(peer);
+        let (host, network) = Prefix::of(peer);
         let of =
-            |table: &Table<IpAddr, Share>, key| table.get(&key).map_or(0, |s| s.peers as usize);
+            |table: &Table<Prefix, Share>, key| table.get(&key).map_or(0, |s| s.peers as usize);
         left > 0
             && (!is_incoming
                 || of(&self.networks, network) < left && of(&self.hosts, host) * 2 < left)
@@ -73,7 +94,7 @@ impl Shares {
 
     /// Counts a new peer.
     pub(super) fn enter(&mut self, peer: &Peer) {
-        let (host, network) = prefixes(peer);
+        let (host, network) = Prefix::of(peer);
         self.hosts.entry(host).or_default().peers += 1;
         self.networks.entry(network).or_default().peers += 1;
         self.peers += 1;
@@ -81,7 +102,7 @@ impl Shares {
 
     /// Removes a peer for which no waiting packets and no answers are counted.
     pub(super) fn leave(&mut self, peer: &Peer) {
-        let (host, network) = prefixes(peer);
+        let (host, network) = Prefix::of(peer);
         for (table, key) in [(&mut self.hosts, host), (&mut self.networks, network)] {
             if let Some(share) = table.get_mut(&key) {
                 share.peers -= 1;
@@ -96,7 +117,7 @@ impl Shares {
     /// Whether `more` bytes of packets of a peer may wait in addition to `theirs`.
     pub(super) fn has_room(&self, peer: &Peer, theirs: usize, more: usize) -> bool {
         let left = bounds::RD_WAITING.saturating_sub(self.waiting);
-        let (_, network) = prefixes(peer);
+        let (_, network) = Prefix::of(peer);
         let of_network = self
             .networks
             .get(&network)
@@ -109,7 +130,7 @@ impl Shares {
         if before == after {
             return;
         }
-        let (_, network) = prefixes(peer);
+        let (_, network) = Prefix::of(peer);
         if let Some(share) = self.networks.get_mut(&network) {
             share.waiting = share.waiting + after as u32 - before as u32;
         }
@@ -119,15 +140,15 @@ impl Shares {
     /// Whether `more` bytes of answers to a peer may be under way.
     pub(super) fn has_room_for_answer(&self, peer: &Peer, more: usize) -> bool {
         let left = bounds::RD_ANSWER_BYTES.saturating_sub(self.answers);
-        let (host, network) = prefixes(peer);
+        let (host, network) = Prefix::of(peer);
         let of =
-            |table: &Table<IpAddr, Share>, key| table.get(&key).map_or(0, |s| s.answers as usize);
+            |table: &Table<Prefix, Share>, key| table.get(&key).map_or(0, |s| s.answers as usize);
         of(&self.networks, network) + more <= left && 2 * (of(&self.hosts, host) + more) <= left
     }
 
     /// Updates the bytes of answers under way to a peer from `before` to `after`.
     pub(super) fn change_answers(&mut self, peer: &Peer, before: usize, after: usize) {
-        let (host, network) = prefixes(peer);
+        let (host, network) = Prefix::of(peer);
         for (table, key) in [(&mut self.hosts, host), (&mut self.networks, network)] {
             if let Some(share) = table.get_mut(&key) {
                 share.answers = share.answers + after as u32 - before as u32;
@@ -148,7 +169,7 @@ impl Shares {
 
     /// Whether the sums of the hosts and of the networks are equal to the total.
     pub(super) fn is_consistent(&self) -> bool {
-        let sum = |table: &Table<IpAddr, Share>, of: fn(&Share) -> u32| {
+        let sum = |table: &Table<Prefix, Share>, of: fn(&Share) -> u32| {
             table
                 .values()
                 .map(|share| of(share) as usize)

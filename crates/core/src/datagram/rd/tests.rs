@@ -1,6 +1,7 @@
 //! Peers, challenges, acknowledgements and bounds.
 
 use super::ack::{ACK_MOST, MANY, PIPELINE};
+use super::shares::{Prefix, Share};
 use super::*;
 use crate::datagram::messages::Messages;
 use crate::datagram::types::{Arrival, Part};
@@ -456,7 +457,7 @@ fn invalid_datagrams_are_not_stored() {
 fn an_idle_peer_costs_less_than_a_kibibyte() {
     // A peer has an entry in the table of peers, with one control byte, and its host and its network have one each. A
     // hash table that has grown is at least 7/16 full.
-    let place = size_of::<(Peer, PeerState)>() + 1 + 2 * (size_of::<(IpAddr, [u32; 2])>() + 1);
+    let place = size_of::<(Peer, PeerState)>() + 1 + 2 * (size_of::<(Prefix, Share)>() + 1);
     eprintln!("{place} bytes, {} at most", place * 16 / 7);
     assert!(place * 16 / 7 <= 1024, "{place}");
 }
