@@ -198,8 +198,9 @@ static const char *waiting_threads_wake(size_t arg)
 	struct ibv_send_wr wr = send_wr(IN_CALL, IBV_WR_SEND, NULL, 0), *bad;
 	struct sockaddr_in address = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
 	struct waiter completion = { .rc = -1 }, cm = { .rc = -1 };
-	pthread_t threads[2];
-	struct rdma_cm_id *id, *another;
+	pthread_t threads[3];
+	struct waiter bound = { .rc = -1 };
+	struct rdma_cm_id *id, *another, *bound_id;
 	struct pair p;
 
 	(void)arg;
@@ -211,21 +212,31 @@ static const char *waiting_threads_wake(size_t arg)
 	ENSURE(cm.cm && !rdma_create_id(cm.cm, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
 	ENSURE(!rdma_bind_addr(id, (struct sockaddr *)&address) && !rdma_listen(id, 1), "rdma_listen: %s",
 	       strerror(errno));
+	/* An identifier that is bound to the device gets the event although it is not connected. */
+	bound.cm = rdma_create_event_channel();
+	ENSURE(bound.cm && !rdma_create_id(bound.cm, &bound_id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	ENSURE(!rdma_bind_addr(bound_id, (struct sockaddr *)&address) && bound_id->verbs, "rdma_bind_addr: %s", strerror(errno));
 	ENSURE(!pthread_create(&threads[0], NULL, wait_for_completion, &completion) &&
-		       !pthread_create(&threads[1], NULL, wait_for_cm, &cm),
+		       !pthread_create(&threads[1], NULL, wait_for_cm, &cm) &&
+		       !pthread_create(&threads[2], NULL, wait_for_cm, &bound),
 	       "pthread_create");
 	sleep_ms(50); /* gives them time to block; the test is valid even if they do not */
 	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EIO, "the call does not fail");
 	TRY(join(threads[0]));
 	TRY(join(threads[1]));
+	TRY(join(threads[2]));
 	ENSURE(!completion.rc, "ibv_get_cq_event fails");
 	ENSURE(!cm.rc && cm.cm_event == RDMA_CM_EVENT_DEVICE_REMOVAL, "rdma_get_cm_event: %d, %s", cm.rc,
 	       rdma_event_str(cm.cm_event));
+	ENSURE(!bound.rc && bound.cm_event == RDMA_CM_EVENT_DEVICE_REMOVAL, "rdma_get_cm_event: %d, %s", bound.rc,
+	       rdma_event_str(bound.cm_event));
 	TRY(receives_are_flushed(&p.a));
 	errno = 0;
 	ENSURE(rdma_create_id(cm.cm, &another, NULL, RDMA_PS_TCP) && errno == EIO, "rdma_create_id: %s", strerror(errno));
 	ENSURE(!rdma_destroy_id(id), "rdma_destroy_id: %s", strerror(errno));
 	rdma_destroy_event_channel(cm.cm);
+	ENSURE(!rdma_destroy_id(bound_id), "rdma_destroy_id: %s", strerror(errno));
+	rdma_destroy_event_channel(bound.cm);
 	return NULL;
 }
 

@@ -23,6 +23,7 @@ use crate::config::config;
 use crate::engine::Engine;
 use crate::locks::{Mutex, Rank};
 use crate::log;
+use crate::mem::TolerateUnmapped;
 use crate::net::udp::UdpSocket;
 use crate::process::{Inherited, PerProcess};
 use crate::reactor::{Alarm, Source};
@@ -333,6 +334,7 @@ impl Source for Clock {
             late.watch(self.0);
             due
         };
+        let _tolerant = TolerateUnmapped::in_worker();
         for delayed in due {
             if !delayed.forward() {
                 delay(self.0, now + RETRY_AFTER, delayed);

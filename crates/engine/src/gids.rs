@@ -331,6 +331,15 @@ pub fn at(index: usize) -> Option<Gid> {
     current(|gid_table| gid_table.entries.get(index).cloned().flatten())
 }
 
+/// Returns whether binding to an address binds the identifier to the device. A loopback address does not, as in the kernel's rdma_cm,
+/// unless the first address of the device is a loopback address. libfabric depends on this: it resolves "localhost" to find out
+/// whether it may offer the addresses of the device.
+pub fn names_device(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    let own = || at(0).is_some_and(|first| first.ip.is_loopback());
+    !ip.is_unspecified() && (!ip.is_loopback() || own())
+}
+
 /// The index of an address in the GID table.
 pub fn index_of(ip: IpAddr) -> Option<u8> {
     current(|gid_table| {

@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 
 use crate::sys::loaded::Library;
 use crate::sys::pages::write_own_memory;
+use crate::sys::thread::is_worker;
 
 /// The memory of this process.
 #[derive(Debug)]
@@ -40,22 +41,28 @@ pub(crate) fn has_hooks() -> bool {
 /// While this value exists in a process with UCX, bytes that this thread places in unmapped registered memory are
 /// lost, and the process continues (decision 007).
 #[derive(Debug)]
-pub(crate) struct TolerateUnmapped(());
+pub(crate) struct TolerateUnmapped {
+    /// Whether an outer value exists.
+    outer: bool,
+}
 
 impl TolerateUnmapped {
-    pub(crate) fn new() -> Self {
-        Self::if_needed(UNMAPS_FIRST.was_found())
+    /// In the engine's thread, returns a value to keep while received datagrams are placed. The program may free memory at that time, and
+    /// libraries that cache registrations (UCX) unmap it before they deregister it.
+    pub(crate) fn in_worker() -> Option<Self> {
+        is_worker().then(|| Self::if_needed(UNMAPS_FIRST.was_found()))
     }
 
     fn if_needed(needed: bool) -> Self {
-        TOLERATES_UNMAPPED.set(needed);
-        Self(())
+        let outer = TOLERATES_UNMAPPED.get();
+        TOLERATES_UNMAPPED.set(outer || needed);
+        Self { outer }
     }
 }
 
 impl Drop for TolerateUnmapped {
     fn drop(&mut self) {
-        TOLERATES_UNMAPPED.set(false);
+        TOLERATES_UNMAPPED.set(self.outer);
     }
 }
 
@@ -323,6 +330,8 @@ mod tests {
         let place = place.unwrap();
         let pinned = place.pin().unwrap();
         let _tolerant = TolerateUnmapped::if_needed(true);
+        // An inner value does not end the effect of the outer one.
+        drop(TolerateUnmapped::if_needed(false));
         UserMemory.place(&pinned, 3, b"some bytes");
         let mut found = Vec::new();
         UserMemory.gather(&pinned, 0, 16, &mut found);

@@ -1,7 +1,7 @@
 //! Socket addresses of C.
 
 use std::ffi::{c_int, c_void};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 use anywarp_core::qos::level_of_class;
 use anywarp_engine::address::gid_of;
@@ -157,15 +157,6 @@ pub(super) fn path_between(
         packet_life_time,
         ..ibv_sa_path_rec::default()
     }
-}
-
-/// Returns whether binding to an address binds the identifier to the device. A loopback address does not, as in the kernel's rdma_cm,
-/// unless the first address of the device is a loopback address. libfabric depends on this: it resolves "localhost" to find out
-/// whether it may offer the addresses of the device.
-pub(super) fn names_device(ip: IpAddr) -> bool {
-    let ip = ip.to_canonical();
-    let own = || gids::at(0).is_some_and(|first| first.ip.is_loopback());
-    !ip.is_unspecified() && (!ip.is_loopback() || own())
 }
 
 /// Copies private data.

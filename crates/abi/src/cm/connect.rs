@@ -4,9 +4,10 @@ use std::ffi::{c_int, c_void};
 
 use anywarp_core::bounds;
 use anywarp_engine::cm::{CmId, ConnParam, PortSpace};
+use anywarp_engine::gids;
 use libc::sockaddr;
 
-use super::address::{address_of, bytes_of, c_address, names_device, needed_address};
+use super::address::{address_of, bytes_of, c_address, needed_address};
 use super::device::shared;
 use super::event::{complete, prepare_wait, step};
 use super::id::IdObject;
@@ -26,7 +27,7 @@ pub(super) unsafe fn bind(id: &IdObject, addr: *const sockaddr) -> Result<(), Er
     // SAFETY: upheld by the caller.
     let address = unsafe { needed_address(addr) }?;
     // The device is opened first: if this fails, the identifier is not bound, and the program may try again.
-    let device = names_device(address.ip()).then(shared).transpose()?;
+    let device = gids::names_device(address.ip()).then(shared).transpose()?;
     id.engine.bind(address).map_err(|e| os_errno(&e))?;
     if let Some(device) = device {
         id.show_device(device);

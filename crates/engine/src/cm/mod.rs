@@ -826,10 +826,16 @@ impl Owner for CmId {
 
 impl DeviceListener for CmId {
     fn device_fatal(&self) {
+        let local = self.lock().local;
+        let names_device = local.is_some_and(|local| gids::names_device(local.ip()));
         let startup = {
             let mut state = self.lock();
-            if matches!(state.phase, Phase::Idle | Phase::Bound) {
-                // The identifier is not bound to the device yet.
+            let is_bound = match state.phase {
+                Phase::Idle => false,
+                Phase::Bound => names_device,
+                _ => true,
+            };
+            if !is_bound {
                 return;
             }
             state.end();

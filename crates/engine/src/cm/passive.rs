@@ -140,10 +140,10 @@ impl CmId {
         }
         let mut state = self.lock();
         state.allows(Input::Listen)?;
+        let backlog = if backlog <= 0 { 1024 } else { backlog };
         if self.is_datagram {
             return self.listen_udp(&mut state, backlog);
         }
-        let backlog = if backlog <= 0 { 1024 } else { backlog };
         state.backlog = usize::try_from(backlog).unwrap_or(1024).max(16);
         state.open_listener(self.engine, &self.me)?;
         state.step(Input::Listen)

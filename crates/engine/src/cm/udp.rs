@@ -78,7 +78,7 @@ impl CmId {
             return Err(e);
         }
         state.udp = Some(endpoint);
-        state.backlog = usize::try_from(backlog).unwrap_or(0).clamp(16, 1024);
+        state.backlog = usize::try_from(backlog).unwrap_or(1024).clamp(16, 1024);
         state.step(Input::Listen)
     }
 

@@ -366,6 +366,9 @@ impl Startup {
         self.engine.deadline(token, state.deadline);
         let watched = self.engine.watch(token, fd.get(), true);
         state.fd = Some(fd);
+        if watched.is_err() {
+            drop(self.finish(&mut state));
+        }
         watched
     }
 
@@ -398,6 +401,9 @@ impl Startup {
         engine.deadline(token, state.deadline);
         let watched = engine.watch(token, fd.get(), false);
         state.fd = Some(fd);
+        if watched.is_err() {
+            drop(startup.finish(&mut state));
+        }
         drop(state);
         watched?;
         Ok(startup)
@@ -876,5 +882,31 @@ mod tests {
             assert!(startup.lock().fd.is_none());
         }
         assert!(listener.accept().is_err(), "a second connection");
+    }
+
+    /// If the socket cannot be watched, nothing of the start-up remains, and its owner is not called when its time would be over.
+    #[test]
+    fn a_startup_whose_socket_cannot_be_watched_ends() {
+        let owner: Arc<dyn Owner> = Arc::new(Uncalled);
+        // The kernel refuses to add a regular file to an epoll set.
+        let file =
+            rustix::fs::memfd_create("anywarp-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let limits = ResponderLimits {
+            crc: true,
+            markers: false,
+            max_ird: 1,
+            max_ord: 1,
+            known: true,
+        };
+        let peer = SocketAddr::from(([127, 0, 0, 1], 1));
+        let answer = Startup::answer(
+            engine().unwrap(),
+            Arc::clone(&owner),
+            EngineFd::new(file),
+            peer,
+            limits,
+        );
+        assert!(answer.is_err());
+        assert_eq!(Arc::strong_count(&owner), 1);
     }
 }

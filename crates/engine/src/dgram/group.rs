@@ -13,6 +13,7 @@ use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::locks::{Mutex, Rank};
 use crate::log;
+use crate::mem::TolerateUnmapped;
 use crate::net::route::{GROUP_PORT, MulticastHome};
 use crate::net::socket;
 use crate::net::udp::{self, Batch, DatagramSink};
@@ -105,6 +106,7 @@ impl<S: DatagramSink> Group<S> {
         let Some(_receiving) = self.receiving.try_lock() else {
             return;
         };
+        let _tolerant = TolerateUnmapped::in_worker();
         udp::receive(
             self.engine,
             &self.fd,

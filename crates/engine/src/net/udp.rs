@@ -34,7 +34,7 @@ use crate::reactor::{Source, Token};
 use crate::sys::Io;
 use crate::sys::datagram::{self, DATAGRAMS, Datagram, Run};
 use crate::sys::socket::{get_option, multicast_interface};
-use crate::sys::thread::{Uncancelled, is_worker};
+use crate::sys::thread::Uncancelled;
 
 /// Bytes of receive buffer for the largest datagram, or run of datagrams.
 const SLOT_BYTES: usize = 1 << 16;
@@ -521,6 +521,7 @@ impl<S: DatagramSink> UdpPort<S> {
         let mut sinks = Sinks(SmallVec::new());
         // The thread with the lock receives these datagrams. Those that arrive later make the socket readable again.
         let mut calls = self.receiving.try_lock()?;
+        let _tolerant = TolerateUnmapped::in_worker();
         let found = receive(
             self.engine,
             &self.socket.fd,
@@ -558,7 +559,6 @@ impl<S: DatagramSink> UdpPort<S> {
 
 impl<S: DatagramSink> Port<S> for UdpPort<S> {
     fn receive_from_socket(self: Arc<Self>) -> bool {
-        let _tolerant = is_worker().then(TolerateUnmapped::new);
         self.drain_socket()
     }
 
@@ -575,7 +575,7 @@ impl<S: DatagramSink> Port<S> for UdpPort<S> {
         let Some(_receiving) = self.receiving.try_lock() else {
             return;
         };
-        let _tolerant = is_worker().then(TolerateUnmapped::new);
+        let _tolerant = TolerateUnmapped::in_worker();
         let (mut datagrams, mut bytes) = (0, 0);
         while datagrams < TURN_DATAGRAMS && bytes < TURN_BYTES {
             let (most, left) = (TURN_DATAGRAMS - datagrams, TURN_BYTES - bytes);
@@ -654,9 +654,6 @@ impl<S: DatagramSink> Source for Listener<S> {
             return;
         };
         if readable {
-            // The program may free memory while the engine's thread handles its datagrams, and libraries that cache
-            // registrations (UCX) unmap it before they deregister it.
-            let _tolerant = is_worker().then(TolerateUnmapped::new);
             port.readable(Batch::Full, now);
         }
         if writable {
