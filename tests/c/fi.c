@@ -634,6 +634,66 @@ static const char *inject(struct side *from, fi_addr_t to, uint64_t tag, uint32_
 	return NULL;
 }
 
+enum { BY_DEFAULT = 16, CONNECTED = 32 };
+
+/*
+ * With FI_DELIVERY_COMPLETE a short message completes when the peer's program has called the provider, which copies the message to
+ * the posted receive, or stores it if there is none.
+ */
+static const char *delivered(size_t arg)
+{
+	static const size_t lengths[] = { 0, 8, 900, 5000, EAGER };
+	uint64_t levels = FI_TRANSMIT | FI_COMPLETION | FI_DELIVERY_COMPLETE;
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+
+	TRY(open_sides(&a, &b));
+	if (arg & CONNECTED) {
+		TRY(exchange_in_order(&a, &b, 4, 64));
+		ENSURE(streams() == 2, "%d connections", streams());
+	}
+	memset(moving, 0, sizeof moving);
+	if (arg & BY_DEFAULT)
+		OK(fi_control(&a.ep->fid, FI_SETOPSFLAG, &levels));
+	for (size_t i = 0; i < COUNT(lengths); i++) {
+		struct iovec piece = { out, lengths[i] };
+		struct fi_msg plain = { .msg_iov = &piece, .iov_count = 1, .addr = a.peer, .context = &piece };
+		struct fi_msg_tagged tagged = { .msg_iov = &piece, .iov_count = 1, .addr = a.peer, .tag = 9, .context = &piece };
+
+		fill_bytes(out, lengths[i], i + 1);
+		memset(in, 0, lengths[i]);
+		if (!(arg & EARLY) && arg & TAG)
+			OK(fi_trecv(b.ep, in, lengths[i], NULL, FI_ADDR_UNSPEC, 9, 0, in));
+		else if (!(arg & EARLY))
+			OK(fi_recv(b.ep, in, lengths[i], NULL, FI_ADDR_UNSPEC, in));
+		if (arg & BY_DEFAULT)
+			OK(fi_send(a.ep, out, lengths[i], NULL, a.peer, &piece));
+		else if (arg & TAG)
+			OK(fi_tsendmsg(a.ep, &tagged, FI_COMPLETION | FI_DELIVERY_COMPLETE));
+		else
+			OK(fi_sendmsg(a.ep, &plain, FI_COMPLETION | FI_DELIVERY_COMPLETE));
+		for (uint64_t until = now_ms() + 50; now_ms() < until;)
+			ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "%zu bytes: complete although the peer makes no call", lengths[i]);
+		if (arg & EARLY) {
+			moving[0] = &b;
+			TRY(next(a.tx, &entry, NULL));
+			moving[0] = NULL;
+			ENSURE(entry.op_context == &piece, "%zu bytes: a foreign context", lengths[i]);
+			if (arg & TAG)
+				OK(fi_trecv(b.ep, in, lengths[i], NULL, FI_ADDR_UNSPEC, 9, 0, in));
+			else
+				OK(fi_recv(b.ep, in, lengths[i], NULL, FI_ADDR_UNSPEC, in));
+			TRY(next(b.rx, &entry, NULL));
+		} else {
+			TRY(next(b.rx, &entry, NULL));
+			TRY(next(a.tx, &entry, NULL));
+			ENSURE(entry.op_context == &piece, "%zu bytes: a foreign context", lengths[i]);
+		}
+		TRY(check_bytes(in, lengths[i], i + 1));
+	}
+	return NULL;
+}
+
 /* Sends numbers to an endpoint, each when the one before has arrived. */
 static const char *exchange_numbers(struct side *from, fi_addr_t to, struct side *at, uint32_t count)
 {
@@ -1372,8 +1432,8 @@ static const char *insert_hex(struct side *e, const char *hex)
 	return NULL;
 }
 
-/* Runs the other end, in a separate process: gets the name of the first end, prints its own name, and polls. */
-static int be_a_peer(const char *hex)
+/* Runs the other end, in a separate process: gets the name of the first end, prints its own name, and polls unless it is `idle`. */
+static int be_a_peer(const char *hex, bool idle)
 {
 	char name[64] = { 0 };
 	size_t len = sizeof name;
@@ -1389,6 +1449,8 @@ static int be_a_peer(const char *hex)
 			why = "fi_trecv";
 	if (why || write(1, name, sizeof name) != sizeof name)
 		return 1;
+	while (idle)
+		pause();
 	for (;;)
 		fi_cq_read(e.rx, NULL, 0);
 }
@@ -1425,14 +1487,43 @@ static const char *start_process(struct side *a, pid_t *child, const char *const
 	return NULL;
 }
 
-static const char *start_peer(struct side *a, pid_t *child)
+static const char *start_peer(struct side *a, pid_t *child, const char *kind)
 {
-	const char *const how[4] = { "--peer" };
+	const char *const how[4] = { kind };
 	int from, to;
 
 	TRY(start_process(a, child, how, &from, &to));
 	close(from);
 	close(to);
+	return NULL;
+}
+
+/* A message with FI_DELIVERY_COMPLETE fails if the peer's device has received it, but the peer ends before its program makes a call. */
+static const char *not_delivered(size_t arg)
+{
+	struct iovec piece = { out, 8 };
+	struct fi_msg message = { .msg_iov = &piece, .iov_count = 1, .context = &piece };
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct side a;
+	pid_t child = -1;
+
+	(void)arg;
+	TRY(open_side(&a, 0));
+	TRY(start_peer(&a, &child, "--idle-peer"));
+	memset(moving, 0, sizeof moving);
+	message.addr = a.peer;
+	OK(fi_sendmsg(a.ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE));
+	/* The device delivers in order. */
+	OK(fi_send(a.ep, out, 8, NULL, a.peer, &a));
+	const char *why = next(a.tx, &entry, NULL);
+	kill(child, SIGKILL);
+	waitpid(child, NULL, 0);
+	TRY(why);
+	ENSURE(entry.op_context == &a, "the message is complete although the peer has made no call");
+	TRY(next_error(a.tx, &error, 15000));
+	ENSURE(error.op_context == &piece && (error.err == FI_EHOSTUNREACH || error.err == FI_ECONNRESET), "%s",
+	       fi_strerror(error.err));
 	return NULL;
 }
 
@@ -1451,7 +1542,7 @@ static const char *lost_peer(size_t arg)
 	TRY(open_sides(&a, &b));
 	move_both(&a, &b);
 	fi_addr_t good = a.peer;
-	TRY(start_peer(&a, &child));
+	TRY(start_peer(&a, &child, "--peer"));
 	/* On a busy machine more messages pass before there is a connection. */
 	for (int i = 0; i < (arg & LINK ? 20000 : 0) && (i < 200 || streams() == 0); i++) {
 		OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 77, &a));
@@ -1751,7 +1842,7 @@ static const char *fill_send_queue(struct side *a, pid_t *child)
 	uint64_t until = now_ms() + 2000;
 	unsigned int sent = 0;
 
-	TRY(start_peer(a, child));
+	TRY(start_peer(a, child, "--peer"));
 	kill(*child, SIGSTOP);
 	waitpid(*child, NULL, WUNTRACED);
 	for (uint64_t quiet = now_ms(); now_ms() < until && now_ms() < quiet + 50;) {
@@ -2491,6 +2582,49 @@ static const char *answers(size_t arg)
 	return NULL;
 }
 
+/* fi_setname gives an endpoint a port, until it is enabled. */
+static const char *renamed(size_t arg)
+{
+	struct sockaddr_in name = { 0 }, other = { .sin_family = AF_INET };
+	struct fi_cq_tagged_entry entry;
+	struct fid_ep *ep, *second;
+	struct side a, b;
+	size_t len = sizeof name;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_endpoint(b.domain, info, &ep, NULL));
+	keep(close_fid, ep, "endpoint");
+	OK(fi_getname(&ep->fid, &name, &len));
+	/* An address and a port of 0 change nothing. */
+	OK(fi_setname(&ep->fid, &other, sizeof other));
+	OK(fi_getname(&ep->fid, &other, &len));
+	ENSURE(!memcmp(&name, &other, sizeof name), "another name");
+	name.sin_port = other.sin_port = htons((uint16_t)(20000 + getpid() % 10000));
+	name.sin_zero[0] = 0;
+	OK(fi_setname(&ep->fid, &other, sizeof other));
+	OK(fi_getname(&ep->fid, &other, &len));
+	ENSURE(!memcmp(&name, &other, sizeof name), "port %u", ntohs(other.sin_port));
+	OK(fi_endpoint(b.domain, info, &second, NULL));
+	keep(close_fid, second, "second endpoint");
+	GIVES(FI_EADDRINUSE, fi_setname(&second->fid, &name, sizeof name));
+	GIVES(FI_EINVAL, fi_setname(&second->fid, &name, 3));
+	other.sin_addr.s_addr = htonl(0xc0000201); /* 192.0.2.1 */
+	GIVES(FI_EADDRNOTAVAIL, fi_setname(&second->fid, &other, sizeof other));
+	OK(fi_ep_bind(ep, &b.tx->fid, FI_TRANSMIT));
+	OK(fi_ep_bind(ep, &b.rx->fid, FI_RECV));
+	OK(fi_ep_bind(ep, &b.av->fid, 0));
+	OK(fi_enable(ep));
+	GIVES(FI_EOPBADSTATE, fi_setname(&ep->fid, &name, sizeof name));
+	OK(fi_recv(ep, in, 100, NULL, FI_ADDR_UNSPEC, &b));
+	ENSURE(fi_av_insert(a.av, &name, 1, &a.peer, 0, NULL) == 1, "fi_av_insert");
+	OK(fi_send(a.ep, out, 100, NULL, a.peer, &a));
+	TRY(next(b.rx, &entry, NULL));
+	TRY(next(a.tx, &entry, NULL));
+	return NULL;
+}
+
 /* Unsupported requests are refused with the errno that libfabric documents. */
 static const char *refused(size_t arg)
 {
@@ -2560,6 +2694,7 @@ static const struct test tests[] = {
 	{ "answers", answers, 0, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "service", service, 0, 0, false },
+	{ "renamed", renamed, 0, 0, false },
 	{ "messages", messages, 0, 0, false },
 	{ "messages_tagged", messages, TAG, 0, false },
 	{ "messages_early", messages, EARLY, 0, false },
@@ -2589,6 +2724,13 @@ static const struct test tests[] = {
 	{ "link_binds_no_window", link_between, 11, 0, true },
 	{ "link_binds_no_window_at_the_other_end", link_between, 12, 0, true },
 	{ "link_fails_at_windows_and_writes", link_between, 13, 0, true },
+	{ "delivered", delivered, 0, 0, false },
+	{ "delivered_tagged", delivered, TAG, 0, false },
+	{ "delivered_early", delivered, EARLY, 0, false },
+	{ "delivered_tagged_early", delivered, TAG | EARLY, 0, false },
+	{ "delivered_by_default", delivered, BY_DEFAULT, 0, false },
+	{ "delivered_over_a_link", delivered, CONNECTED | TAG, 0, true },
+	{ "delivered_over_a_link_early", delivered, CONNECTED | EARLY, 0, true },
 	{ "link_closes", link_closes, 0, 0, false },
 	{ "link_abandoned", link_abandoned, 0, 0, false },
 	{ "link_with_loss", link_between, WITH_LOSS, 0, true },
@@ -2621,6 +2763,7 @@ static const struct test tests[] = {
 	{ "wait_fd", wait_object, 0, 0, false },
 	{ "wait_sread", wait_object, 1, 0, false },
 	{ "wait_behind_others", wait_behind_others, 0, 0, false },
+	{ "not_delivered", not_delivered, 0, 0, false },
 	{ "killed_peer", lost_peer, SIGKILL, 0, false },
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
 	{ "killed_peer_with_link", lost_peer, SIGKILL | LINK, 0, true },
@@ -2652,7 +2795,9 @@ int main(int argc, char **argv)
 		return open_sides(&a, &b) != NULL;
 	}
 	if (argc == 3 && !strcmp(argv[1], "--peer"))
-		return be_a_peer(argv[2]);
+		return be_a_peer(argv[2], false);
+	if (argc == 3 && !strcmp(argv[1], "--idle-peer"))
+		return be_a_peer(argv[2], true);
 	if (argc == 3 && !strcmp(argv[1], "--peer-with-link"))
 		return be_a_peer_with_link(argv[2]);
 	if (argc == 6 && !strcmp(argv[1], "--waiting-peer"))

@@ -1047,8 +1047,11 @@ static const char *default_flags(size_t arg)
 	flags = FI_TRANSMIT | FI_RECV;
 	GIVES(FI_EINVAL, fi_control(&a.ep->fid, FI_GETOPSFLAG, &flags));
 	GIVES(FI_EINVAL, fi_control(&a.ep->fid, FI_SETOPSFLAG, NULL));
-	flags = FI_TRANSMIT | FI_COMMIT_COMPLETE;
-	GIVES(FI_EBADFLAGS, fi_control(&a.ep->fid, FI_SETOPSFLAG, &flags));
+	static const uint64_t bad[] = { FI_TRANSMIT | FI_COMMIT_COMPLETE, FI_TRANSMIT | FI_MULTI_RECV, FI_RECV | FI_INJECT };
+	for (size_t i = 0; i < COUNT(bad); i++) {
+		flags = bad[i];
+		GIVES(FI_EBADFLAGS, fi_control(&a.ep->fid, FI_SETOPSFLAG, &flags));
+	}
 	/* The queue is selective, so only a send with the new flags has an entry. */
 	OK(fi_recv(b.ep, in, 100, NULL, FI_ADDR_UNSPEC, &b));
 	OK(fi_send(a.ep, out, 100, NULL, a.peer, &flags));

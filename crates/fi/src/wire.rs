@@ -41,7 +41,8 @@ pub enum Kind {
     /// A step in the life of a link, which is a reliable connection between two busy endpoints. `length` is a [`Step`], `id` the
     /// sender's queue pair of the link, and `data` the receiver's. The meaning of `tag` depends on the step.
     Link,
-    /// The receiver has read the announced message `id`, which was [`READABLE`], or will not read it.
+    /// The receiver has read the announced message `id`, which was [`READABLE`], or will not read it. Or it has handled the message `id`,
+    /// which was [`CONFIRMED`]: the content is in the memory of a receive, or is stored until there is a receive.
     Taken,
     /// A question about `length` operations that wait for the recipient, of the kind [`Waits`] in `tag`. Two numbers follow for each of
     /// them: the sender's, and the recipient's or 0.
@@ -153,7 +154,10 @@ pub const LINKED: u8 = 16;
 /// An announced message that the receiver may read: a [`Source`] follows the header.
 pub const READABLE: u8 = 32;
 
-const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE | LINKED | READABLE;
+/// A message with its content whose receiver sends [`Kind::Taken`] when it has handled the message.
+pub const CONFIRMED: u8 = 64;
+
+const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE | LINKED | READABLE | CONFIRMED;
 
 /// Bytes of a [`Source`].
 pub const SOURCE: usize = 12;
@@ -212,7 +216,7 @@ impl Announcement {
 pub struct Header {
     /// The kind of the message.
     pub kind: Kind,
-    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`], [`LINKED`], [`READABLE`].
+    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`], [`LINKED`], [`READABLE`], [`CONFIRMED`].
     pub flags: u8,
     /// Identifies the operation at its sender.
     pub id: u32,
@@ -393,7 +397,7 @@ mod tests {
         };
         assert!(!with(0, 2), "a version");
         assert!(!with(1, 0) && !with(1, 13), "a kind");
-        assert!(!with(2, 64), "a flag");
+        assert!(with(2, 64) && !with(2, 128), "a flag");
         assert!(!with(3, 1), "the byte that must be zero");
         assert!(!with(15, 1), "a length that is not that of the message");
         let mut long = Header::new(Kind::Announce);

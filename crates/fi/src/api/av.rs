@@ -214,7 +214,8 @@ fn host_of_range(first: &str, i: usize) -> Option<IpAddr> {
     if i == 0 {
         return address_of(first);
     }
-    match first.parse() {
+    // The scope of an address, such as %eth0, is the same for the whole range. A name contains no %.
+    match first.split('%').next().unwrap_or(first).parse() {
         Ok(IpAddr::V4(ip)) => {
             let at = u32::from(ip).checked_add(u32::try_from(i).ok()?)?;
             Some(Ipv4Addr::from(at).into())
@@ -384,6 +385,7 @@ mod tests {
         assert_eq!(host_of_range("10.1.1.254", 0), ip("10.1.1.254"));
         assert_eq!(host_of_range("10.1.1.254", 3), ip("10.1.2.1"));
         assert_eq!(host_of_range("2001:db8::ffff", 1), ip("2001:db8::1:0"));
+        assert_eq!(host_of_range("fe80::1%eth0", 1), ip("fe80::2"));
         assert_eq!(host_of_range("255.255.255.255", 1), None);
         assert_eq!(name_of_range("host10", 2).as_deref(), Some("host12"));
         assert_eq!(name_of_range("node09", 1).as_deref(), Some("node10"));

@@ -1,5 +1,6 @@
 //! Endpoints: opening, binding, options.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,7 +17,7 @@ use crate::address;
 use crate::endpoint::{Binding, Counts, Endpoint};
 use crate::info::OP_FLAGS;
 use crate::limits;
-use crate::verbs::Job;
+use crate::verbs::{Device, Job};
 
 static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), control as *const ());
 static EP_OPS: Table<fi_ops_ep> = Table(fi_ops_ep {
@@ -31,7 +32,7 @@ static EP_OPS: Table<fi_ops_ep> = Table(fi_ops_ep {
 });
 static CM_OPS: Table<fi_ops_cm> = Table(fi_ops_cm {
     size: size_of::<fi_ops_cm>(),
-    setname: NONE,
+    setname: setname as *const (),
     getname: getname as *const (),
     getpeer: NONE,
     connect: NONE,
@@ -105,6 +106,11 @@ fn job() -> Job {
     }
 }
 
+/// Returns an address of the device with its index in the GID table.
+fn local(device: &Device, ip: IpAddr) -> Result<(IpAddr, u8), c_int> {
+    Ok((ip, device.gid_index_of(ip).ok_or(FI_EADDRNOTAVAIL)?))
+}
+
 pub(crate) unsafe extern "C" fn open(
     domain: *mut fid_domain,
     info: *mut fi_info,
@@ -128,9 +134,7 @@ pub(crate) unsafe extern "C" fn open(
         let port = wanted.map_or(0, |(_, port, _)| port);
         let wanted = wanted.map(|(ip, ..)| ip);
         let from = match wanted {
-            Some(ip) if !ip.is_unspecified() => {
-                (ip, device.gid_index_of(ip).ok_or(FI_EADDRNOTAVAIL)?)
-            }
+            Some(ip) if !ip.is_unspecified() => local(device, ip)?,
             _ => device.address(None).ok_or(FI_EADDRNOTAVAIL)?,
         };
         // SAFETY: the caller passes null or a valid pointer.
@@ -282,7 +286,12 @@ fn of_direction(usual: &DefaultFlags, flags: u64) -> Result<&AtomicU64, c_int> {
 fn set_flags(usual: &DefaultFlags, flags: u64) -> Result<(), c_int> {
     let of_direction = of_direction(usual, flags)?;
     let wanted = flags & !(FI_TRANSMIT | FI_RECV);
-    if wanted & !OP_FLAGS != 0 {
+    let other_direction = if flags & FI_RECV != 0 {
+        FI_INJECT | FI_INJECT_COMPLETE
+    } else {
+        FI_MULTI_RECV
+    };
+    if wanted & !(OP_FLAGS & !other_direction) != 0 {
         return Err(FI_EBADFLAGS);
     }
     of_direction.store(wanted, Ordering::Relaxed);
@@ -426,6 +435,33 @@ unsafe extern "C" fn getname(at: *mut fid, addr: *mut c_void, len: *mut usize) -
                 } else {
                     Err(FI_ETOOSMALL)
                 }
+            })
+        }
+    })
+}
+
+/// Changes the address of an endpoint that is not enabled. An address or a port of 0 in the name stands for the present one.
+unsafe extern "C" fn setname(at: *mut fid, addr: *mut c_void, len: usize) -> c_int {
+    ended_int(|| {
+        if addr.is_null() {
+            return Err(FI_EINVAL);
+        }
+        // SAFETY: the object was opened by this library; the name has the passed length (guaranteed by the caller).
+        unsafe {
+            let device = known::<EpObject, _>(at)?.domain.device;
+            let name = std::slice::from_raw_parts(addr.cast::<u8>(), len);
+            let (ip, port, _) = address::parts_of(name).ok_or(FI_EINVAL)?;
+            with_endpoint(at, |endpoint, shared| {
+                if endpoint.enabled {
+                    return Err(FI_EOPBADSTATE);
+                }
+                let present = endpoint.name().ip;
+                if ip.is_ipv4() != present.is_ipv4() {
+                    return Err(FI_EINVAL);
+                }
+                let ip = if ip.is_unspecified() { present } else { ip };
+                endpoint.rename(shared, local(device, ip)?, port)?;
+                Ok(0)
             })
         }
     })

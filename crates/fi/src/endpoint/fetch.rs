@@ -114,8 +114,28 @@ impl Endpoint {
         self.received(cx, target, message, placed, err);
     }
 
-    /// Handles the notice that a peer has read an announced message, or that reading it has failed.
+    /// Handles the notice that a peer has read an announced message, that reading it has failed, or that it has handled a message that it
+    /// was to confirm.
     pub(super) fn taken(&mut self, cx: &mut Shared, from: Remote, header: &Header) {
+        if let Some(Op::Sent {
+            to,
+            done,
+            confirmation,
+            ..
+        }) = self.ops.get_mut(header.id)
+            && *to == from
+        {
+            match *confirmation {
+                Confirmation::Both => *confirmation = Confirmation::Device,
+                Confirmation::Receiver => {
+                    let done = *done;
+                    self.ops.remove(header.id);
+                    self.finish_or_report(cx, done, 0);
+                }
+                Confirmation::NotNeeded | Confirmation::Device => {}
+            }
+            return;
+        }
         let Some(Op::Announced {
             to,
             known,

@@ -41,8 +41,8 @@ use crate::verbs::{
     Stream, To, Way, Wc, error_of, kind_of, source_of, written_word,
 };
 use crate::wire::{
-    Announcement, COMPARE, DATA, FETCH, HEADER, Header, Kind, LINKED, READABLE, Source, Step,
-    TAGGED, VERSION,
+    Announcement, COMPARE, CONFIRMED, DATA, FETCH, HEADER, Header, Kind, LINKED, READABLE, Source,
+    Step, TAGGED, VERSION,
 };
 
 /// Memory that the program has registered.
@@ -181,6 +181,7 @@ enum Op {
         done: Option<Done>,
         to: Remote,
         slot: Option<u16>,
+        confirmation: Confirmation,
     },
     /// An announced message.
     Announced {
@@ -249,6 +250,19 @@ enum Op {
     Request { slot: Option<u16>, of: u32 },
     /// An answer to a peer, with its content.
     Answer { slot: Option<u16>, to: Remote },
+}
+
+/// What is missing until a message with its content has been handled by the program's library at the receiver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Confirmation {
+    /// The message is complete when the device has delivered it.
+    NotNeeded,
+    /// The device has not delivered it, and the receiver has not confirmed it.
+    Both,
+    /// The receiver has not confirmed it.
+    Receiver,
+    /// The device has not reported that it was delivered.
+    Device,
 }
 
 /// Whether the receiver of an announced message may read it.
@@ -634,6 +648,24 @@ impl Endpoint {
     /// Returns the name of the endpoint.
     pub fn name(&self) -> Remote {
         self.name
+    }
+
+    /// Changes the address of an endpoint that is not enabled. `port`: 0 if it does not change.
+    pub fn rename(
+        &mut self,
+        shared: &Shared,
+        (ip, gid_index): (IpAddr, u8),
+        port: u16,
+    ) -> Result<(), i32> {
+        if port != 0 && self.name.qpn >> 8 != u32::from(port) {
+            self.qp = QueuePair::new(&shared.pd, &self.cq, self.job, false, port)?;
+        }
+        self.gid_index = gid_index;
+        self.name = Remote {
+            ip,
+            qpn: self.qp.number(),
+        };
+        Ok(())
     }
 
     /// Enables the endpoint: posts its receives.

@@ -133,7 +133,7 @@ impl Endpoint {
             }
             return;
         }
-        if err == 0 && self.post_next_piece(cx, name) {
+        if err == 0 && (self.post_next_piece(cx, name) || self.waits_for_confirmation(name)) {
             return;
         }
         let Some(op) = self.ops.remove(name) else {
@@ -181,6 +181,22 @@ impl Endpoint {
             }
             Op::Atomic { .. } | Op::CloseNotice { .. } => {}
         }
+    }
+
+    /// Called when the device has delivered a message. Returns whether its receiver has not confirmed it.
+    fn waits_for_confirmation(&mut self, name: u32) -> bool {
+        let Some(Op::Sent {
+            slot, confirmation, ..
+        }) = self.ops.get_mut(name)
+        else {
+            return false;
+        };
+        if *confirmation != Confirmation::Both {
+            return false;
+        }
+        *confirmation = Confirmation::Receiver;
+        self.free_slots.extend(slot.take());
+        true
     }
 
     /// When a piece of an operation has completed, posts the next. Returns false if there is none.
@@ -259,9 +275,9 @@ impl Endpoint {
     /// Ends the operations that wait for messages from the selected peers.
     fn end_waiting(&mut self, cx: &mut Shared, which: impl Fn(Remote) -> bool, err: i32) {
         // An operation with a request in the device ends with the completion of that request.
-        let waiting = self.ops.iter().filter(
-            |(_, op)| matches!(op, Op::Announced { to, .. } | Op::Atomic { to, .. } if which(*to)),
-        );
+        let waiting = self.ops.iter().filter(|(_, op)| {
+            matches!(op, Op::Announced { to, .. } | Op::Atomic { to, .. } | Op::Sent { to, .. } if which(*to))
+        });
         let waiting: Vec<u32> = waiting.map(|(name, _)| name).collect();
         for name in waiting {
             self.end_unanswered(cx, name, err);
@@ -457,6 +473,7 @@ impl Endpoint {
                 content,
             });
             self.after_storing(cx, from);
+            self.confirm(cx, from, &header);
             if announced {
                 self.correct(cx, from, header.length);
             }
@@ -483,7 +500,17 @@ impl Endpoint {
             self.matching(tagged).remove_receive(index);
         }
         self.received(cx, &target, &arrived, len, 0);
+        self.confirm(cx, from, &header);
         true
+    }
+
+    /// Confirms a message that has been received or stored, if its sender requests this.
+    fn confirm(&mut self, cx: &mut Shared, from: Remote, header: &Header) {
+        if header.kind == Kind::Eager && header.has(CONFIRMED) {
+            let mut answer = Header::new(Kind::Taken);
+            answer.id = header.id;
+            self.answer(cx, from, answer);
+        }
     }
 
     /// Handles a grant: the peer allows writing an announced message.

@@ -37,6 +37,9 @@ impl Endpoint {
         self.answer_questions(cx);
         let waits = |(_, op): (u32, &Op)| match op {
             Op::Announced { to, .. } | Op::Atomic { to, .. } => Some(*to),
+            Op::Sent {
+                to, confirmation, ..
+            } if *confirmation != Confirmation::NotNeeded => Some(*to),
             _ => None,
         };
         let mut peers: Vec<Remote> = self.ops.iter().filter_map(waits).collect();
@@ -75,6 +78,11 @@ impl Endpoint {
                 to,
                 known: true,
                 grant: None,
+                ..
+            }
+            | Op::Sent {
+                to,
+                confirmation: Confirmation::Receiver,
                 ..
             } => Some((*to, Waits::Message, [name, 0])),
             Op::Atomic {
@@ -136,7 +144,7 @@ impl Endpoint {
         };
         let numbers = self.numbers(at, length);
         let (pairs, _) = numbers.as_chunks::<2>();
-        // The announcement or the request may be among the held messages, so the question is ignored. The peer asks again.
+        // The message or the request may be among the held messages, so the question is ignored. The peer asks again.
         if waits != Waits::Write && !self.held.is_empty() {
             return;
         }
@@ -234,7 +242,9 @@ impl Endpoint {
             match waits {
                 Waits::Message | Waits::Atomic => {
                     let of_kind = match self.ops.get(name) {
-                        Some(Op::Announced { to, .. }) => waits == Waits::Message && *to == from,
+                        Some(Op::Announced { to, .. } | Op::Sent { to, .. }) => {
+                            waits == Waits::Message && *to == from
+                        }
                         Some(Op::Atomic { to, .. }) => waits == Waits::Atomic && *to == from,
                         _ => false,
                     };
@@ -262,6 +272,10 @@ impl Endpoint {
                     grant: None,
                     ..
                 } | Op::Atomic { known: true, .. }
+                    | Op::Sent {
+                        confirmation: Confirmation::Receiver,
+                        ..
+                    }
             )
         );
         match waits.then(|| self.ops.remove(name)).flatten() {
@@ -270,6 +284,7 @@ impl Endpoint {
                 drop(regions);
                 self.finish_or_report(cx, done, err);
             }
+            Some(Op::Sent { done, .. }) => self.finish_or_report(cx, done, err),
             Some(Op::Atomic { done, .. }) => self.finish(cx, &done, err),
             _ => {}
         }

@@ -68,6 +68,8 @@ impl Endpoint {
         // operation does not complete at once.
         let at_once = at_once && (copied || !announced);
         let later = (!at_once).then_some(done);
+        // The content of an announced message is written to the memory of the receive in any case.
+        let confirmed = !at_once && !announced && message.flags & FI_DELIVERY_COMPLETE != 0;
         if announced {
             self.announce(
                 cx,
@@ -99,10 +101,19 @@ impl Endpoint {
             done: later,
             to,
             slot,
+            confirmation: if confirmed {
+                Confirmation::Both
+            } else {
+                Confirmation::NotNeeded
+            },
         }) else {
             self.free_slots.extend(slot);
             return Err(FI_EAGAIN);
         };
+        if confirmed {
+            header.flags |= CONFIRMED;
+            header.id = op;
+        }
         let id = OP << KIND | u64::from(op);
         if self.outstanding == 0 {
             self.later.clear();
