@@ -985,9 +985,35 @@ static const char *refused_write(size_t arg)
 	TRY(done(&a, 1, IBV_WC_REM_ACCESS_ERR));
 	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error is reported");
 	ENSURE(error.status == IBV_WC_REM_ACCESS_ERR, "status %u", error.status);
+	ENSURE(error.layer == 0 && error.type == 1 && error.code == 2, "%u %u %u", error.layer, error.type, error.code);
 	ENSURE(error.flags == ANYWARPDV_ERROR_WITH_WR_ID && error.wr_id == 1, "flags %u, request %llu", error.flags,
 	       (unsigned long long)error.wr_id);
 	TRY(all_bytes(theirs.at, 4096, FRESH, "the region"));
+	return NULL;
+}
+
+/* A Send that is too long for its receive: the report names no access violation. */
+static const char *refused_send(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
+	struct anywarpdv_error error;
+	struct region mine, theirs;
+	struct ibv_sge sge;
+	struct dgram a, b;
+
+	(void)arg;
+	TRY(find_all());
+	TRY(open_dgram(&a, &dv));
+	TRY(open_dgram(&b, &dv));
+	TRY(new_region(&mine, a.pd, 4096, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, b.pd, 4096, IBV_ACCESS_LOCAL_WRITE));
+	sge = (struct ibv_sge){ (uintptr_t)theirs.at, 100, theirs.mr->lkey };
+	TRY(post_recv(b.qp, 1, &sge, 1));
+	TRY(request(&a, &b, SEND, 1, &mine, 4096, &theirs));
+	TRY(done(&a, 1, IBV_WC_REM_INV_REQ_ERR));
+	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error is reported");
+	ENSURE(error.status == IBV_WC_REM_INV_REQ_ERR && error.wr_id == 1, "status %u", error.status);
+	ENSURE(error.layer == 0 && error.type == 2 && error.code == 0xff, "%u %u %u", error.layer, error.type, error.code);
 	return NULL;
 }
 
@@ -1136,6 +1162,7 @@ static const struct test tests[] = {
 	{ "long_sends_reliable", long_sends, ANYWARPDV_QPT_RD, 0, false },
 	{ "atomics", atomics, 0, 0, false },
 	{ "refused_write", refused_write, 0, 0, false },
+	{ "refused_send", refused_send, 0, 0, false },
 	{ "waits_end", waits_end, 0, 0, false },
 	{ "peers", peers, ANYWARPDV_QPT_UD, 120, true },
 	{ "peers_reliable", peers, ANYWARPDV_QPT_RD, 120, true },

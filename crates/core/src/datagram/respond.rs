@@ -404,7 +404,11 @@ impl DatagramQp {
         if tag & ANSWER != 0 {
             return;
         }
-        let TermCode { layer, etype, code } = Dropped::Access.terminate();
+        // The other statuses stand for several errors each.
+        let TermCode { layer, etype, code } = match status {
+            Status::RemoteAccess => TermCode::RDMAP_ACCESS,
+            _ => TermCode::RDMAP_UNSPECIFIED,
+        };
         self.counters.err_in += 1;
         let request = self.base.sq.get_mut(tag).map(|posted| posted.request.id);
         self.push_error(ErrorReport {
