@@ -1151,6 +1151,38 @@ static const char *refusals(size_t arg)
 	return finish();
 }
 
+/* A connection whose buffers would need more memory than the process may have fails, and the program continues. */
+static const char *without_memory(size_t arg)
+{
+	struct rlimit was, low;
+	struct sockaddr_in addr;
+	unsigned long pages = 0;
+	FILE *sizes;
+	exs_event_t e;
+	int fd, client;
+
+	(void)arg;
+	TRY(begin());
+	TRY(listener(SOCK_SEQPACKET, 0, &fd, &addr));
+	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	ENSURE(client >= 0, "exs_socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)client, "client");
+	ENSURE(exs_fcntl(client, EXS_F_SETCREDITS, 1024) == 0 && exs_fcntl(client, EXS_F_SETSMALLPACKET, (int)MIB) == 0,
+	       "exs_fcntl: %s", strerror(errno));
+	sizes = fopen("/proc/self/statm", "r");
+	ENSURE(sizes && fscanf(sizes, "%lu", &pages) == 1, "statm");
+	fclose(sizes);
+	getrlimit(RLIMIT_AS, &was);
+	low = was;
+	low.rlim_cur = pages * 4096 + ((rlim_t)512 << 20);
+	setrlimit(RLIMIT_AS, &low);
+	const char *why = exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 1) ?
+				  because("exs_connect: %s", strerror(errno)) :
+				  event(&e, EXS_EVT_CONNECT, 1, ENOMEM);
+	setrlimit(RLIMIT_AS, &was);
+	return why;
+}
+
 /* A connect to a listener of the other socket type, and to a port without a listener, is refused. */
 static const char *refused_connections(size_t arg)
 {
@@ -1817,6 +1849,10 @@ static const struct test tests[] = {
 	{ "file_in_parts", file_in_parts, 0, 0, false },
 	{ "short_file_is_truncated", short_file_is_truncated, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	/* The sanitizers need more address space. */
+	{ "without_memory", without_memory, 0, 0, false },
+#endif
 	{ "refused_connections", refused_connections, 0, 0, false },
 	{ "accepted_later", accepted_later, 0, 0, false },
 	{ "mapped_addresses", mapped_addresses, 0, 0, false },

@@ -5,6 +5,7 @@ use crate::lock::lock;
 use anywarp_buffers::{self as buffers, Manager, Region};
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
+use std::alloc::Layout;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -86,6 +87,22 @@ unsafe fn has_windows(context: *mut ffi::ibv_context) -> bool {
     unsafe {
         ffi::ibv_query_device(context, attributes.as_mut_ptr()) == 0
             && attributes.assume_init().device_cap_flags & ffi::IBV_DEVICE_MEM_WINDOW_TYPE_2B != 0
+    }
+}
+
+/// Allocates zeroed bytes. ENOMEM if there is no memory for them, because a program may set large sizes.
+pub(crate) fn zeroed(len: usize) -> Result<Box<[u8]>, c_int> {
+    let layout = Layout::array::<u8>(len).map_err(|_too_long| libc::ENOMEM)?;
+    if len == 0 {
+        return Ok(Box::default());
+    }
+    // SAFETY: the layout is not empty. The vector has the length and the capacity of the allocation, whose bytes are zero.
+    unsafe {
+        let at = std::alloc::alloc_zeroed(layout);
+        if at.is_null() {
+            return Err(libc::ENOMEM);
+        }
+        Ok(Vec::from_raw_parts(at, len, len).into_boxed_slice())
     }
 }
 
@@ -336,5 +353,18 @@ impl Drop for FileMap {
     fn drop(&mut self) {
         // SAFETY: this object owns the mapping.
         unsafe { libc::munmap(self.base.0, self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_much_memory_is_an_error() {
+        assert_eq!(zeroed(isize::MAX.unsigned_abs()), Err(libc::ENOMEM));
+        assert_eq!(zeroed(usize::MAX), Err(libc::ENOMEM));
+        assert_eq!(zeroed(0).unwrap().len(), 0);
+        assert_eq!(zeroed(100).unwrap()[..], [0; 100]);
     }
 }

@@ -4,7 +4,7 @@ use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
 use crate::lock::lock;
-use crate::memory::{Device, Use, register};
+use crate::memory::{Device, Use, register, zeroed};
 use crate::op::{Keep, Op, Ops};
 use crate::queue::{Event, MORE};
 use crate::wire::{
@@ -234,7 +234,7 @@ struct Early {
 
 impl Early {
     fn new(device: &Device, size: usize) -> Result<Self, c_int> {
-        let mut bytes = vec![0u8; size].into_boxed_slice();
+        let mut bytes = zeroed(size)?;
         let addr = bytes.as_mut_ptr().expose_provenance() as u64;
         let region = register(device, addr, size as u64, Use::Sink)?;
         Ok(Self { region, bytes })
@@ -1765,7 +1765,7 @@ impl Inner {
         let size = MAX_HEADER_LENGTH
             .max(HEADER_LENGTH + ours.immediate as usize)
             .next_multiple_of(64);
-        let mut buffers = vec![0u8; (receives + sends) * size].into_boxed_slice();
+        let mut buffers = zeroed((receives + sends) * size)?;
         let addr = buffers.as_mut_ptr().expose_provenance() as u64;
         let region = register(&device, addr, buffers.len() as u64, Use::Local)?;
         // Each message can follow a Write that is not signaled.
