@@ -205,15 +205,18 @@ __attribute__((format(printf, 2, 3))) static bool write_line(int control, const 
 	return n > 0 && (size_t)n < sizeof line && write_all(control, line, (size_t)n);
 }
 
-/* Reads a line without its newline. Returns 1, 0 if the connection has ended before the line, or -1 if reading failed. */
-static int read_line(int control, char line[LINE])
+/*
+ * Reads a line without its newline. Returns 1, 0 if the connection has ended before the line, or -1 if reading failed. `patient`: there
+ * is no time limit, because the other end may take long for its part of a row. If its host has failed, the connection ends.
+ */
+static int read_line(int control, char line[LINE], bool patient)
 {
 	for (size_t n = 0; n < LINE; n++) {
 		ssize_t got;
 
 		do
 			got = recv(control, line + n, 1, 0);
-		while (got < 0 && errno == EINTR);
+		while (got < 0 && (errno == EINTR || (patient && n == 0 && errno == EAGAIN)));
 		if (got == 0 && n == 0)
 			return 0;
 		if (got <= 0) {
@@ -229,11 +232,11 @@ static int read_line(int control, char line[LINE])
 	return -1;
 }
 
-static bool expect(int control, const char *word)
+static bool expect(int control, const char *word, bool patient)
 {
 	char line[LINE];
 
-	if (read_line(control, line) <= 0)
+	if (read_line(control, line, patient) <= 0)
 		return fail("the other end has left before it sent \"%s\"", word);
 	if (strcmp(line, word) != 0)
 		return fail("the other end sends \"%s\", expected \"%s\"", line, word);
@@ -243,11 +246,16 @@ static bool expect(int control, const char *word)
 static void set_timeouts(int fd)
 {
 	struct timeval limit = { TIMEOUT_S, 0 };
-	int one = 1;
+	int one = 1, seconds = TIMEOUT_S / 4, probes = 3;
 
 	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
 	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
 	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+	/* The connection ends after the time limit if the other host has failed. */
+	setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+	setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
+	setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
+	setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
 }
 
 /* ---- the payload ---- */
@@ -740,7 +748,7 @@ static bool server_phase(struct end *e, unsigned int count)
 		good = true;
 	else
 		good = receive_all(e, count);
-	if (!good || !expect(e->control, "sent"))
+	if (!good || !expect(e->control, "sent", true))
 		return false;
 	if (e->row.mode == PERSISTENT_RECV) {
 		if (!withdraw(e, e->data))
@@ -774,7 +782,7 @@ static bool client_phase(struct end *e, unsigned int count, struct measured *m)
 		good = offer(e, true);
 	else if (e->row.ping && e->row.mode != TCP && e->row.mode != PERSISTENT_SEND)
 		good = begin_ping(e, count);
-	if (!good || !expect(e->control, "ready"))
+	if (!good || !expect(e->control, "ready", false))
 		return false;
 	m->cpu_client = cpu_seconds();
 	m->device_client = device_seconds();
@@ -790,7 +798,7 @@ static bool client_phase(struct end *e, unsigned int count, struct measured *m)
 		good = ping(e, count, true);
 	else
 		good = send_all(e, count);
-	if (!good || !write_line(e->control, "sent\n") || read_line(e->control, line) <= 0)
+	if (!good || !write_line(e->control, "sent\n") || read_line(e->control, line, true) <= 0)
 		return false;
 	m->seconds = seconds() - m->seconds;
 	m->cpu_client = cpu_seconds() - m->cpu_client;
@@ -983,7 +991,7 @@ static bool dial(struct end *e)
 	int type;
 	size_t slot;
 
-	if (read_line(e->control, line) <= 0 || sscanf(line, "port %u", &port) != 1 || port > 65535)
+	if (read_line(e->control, line, false) <= 0 || sscanf(line, "port %u", &port) != 1 || port > 65535)
 		return fail("the server refuses the row");
 	if (getpeername(e->control, (struct sockaddr *)&addr, &len))
 		return fail_errno("getpeername");
@@ -1018,7 +1026,7 @@ static bool run_server_row(int control, const struct row *row)
 	bool good = prepare(&e) && admit(&e) && (!transaction || offer_with_notify(&e, false)) &&
 		    server_phase(&e, (unsigned int)least(WARM_UP + row->in_flight, row->count)) &&
 		    server_phase(&e, row->count) && (!transaction || (withdraw(&e, e.back) && write_line(control, "withdrawn\n"))) &&
-		    expect(control, "end");
+		    expect(control, "end", false);
 
 	finish(&e);
 	return good;
@@ -1041,7 +1049,7 @@ static bool run_client_row(int control, const struct row *r, struct measured *m)
 	if (good && (r->mode == PERSISTENT_SEND || r->mode == TRANSACTION))
 		good = withdraw(&e, e.data);
 	if (good && r->mode == TRANSACTION)
-		good = expect(control, "withdrawn");
+		good = expect(control, "withdrawn", false);
 	good = good && write_line(control, "end\n");
 	finish(&e);
 	return good;
@@ -1055,7 +1063,7 @@ static bool serve(int control)
 	int got;
 
 	set_timeouts(control);
-	while ((got = read_line(control, line)) == 1) {
+	while ((got = read_line(control, line, false)) == 1) {
 		if (sscanf(line, "row %u %u %u %u %u %u %u %u %u %u", &r.mode, &r.stream, &r.ping, &r.size, &r.in_flight, &r.buffers,
 			   &r.count, &r.wait, &r.nagle, &r.verify) != 10 ||
 		    !is_row(&r)) {
