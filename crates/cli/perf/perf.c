@@ -518,16 +518,27 @@ static uint64_t id_of_zero, swept;
 static uint64_t *prepared, *spoilt, processed;
 static bool id_known;
 
-/* Returns the number of unread records, and of those that were discarded because the queue of records was full. The record that is being
- * processed does not count. */
+/*
+ * Returns the number of unread records, and of those that were discarded because the queue of records was full. The record that is being
+ * processed does not count. A record is discarded after all records that are in the queue then, so it does not count any more when
+ * a record is processed that was queued later.
+ */
 static uint64_t behind(void)
 {
+	static uint64_t passed, queued_then, discarded_then;
 	struct anywarpdv_counters c;
 	int rc = dv_counters(qp, &c, sizeof(c));
+	uint64_t queued;
 
 	if (rc)
 		die("anywarpdv_query_counters: %s", strerror(rc));
-	return c.rec_full + c.rec_partial + c.rec_overflow - processed;
+	queued = c.rec_full + c.rec_partial;
+	if (processed > queued_then) {
+		passed = discarded_then;
+		queued_then = queued;
+		discarded_then = c.rec_overflow;
+	}
+	return queued - processed + c.rec_overflow - passed;
 }
 
 /*
@@ -680,6 +691,8 @@ static bool take_arrivals(uint64_t *newest)
 		n = dv_poll_records(qp, BATCH, r, sizeof r[0], 0);
 		if (n < 0)
 			die("anywarpdv_poll_records: %s", strerror(errno));
+		if (n && o.blast)
+			behind();
 		for (int i = 0; i < n; i++)
 			one_record(&r[i]);
 		*newest = expected - 1;
