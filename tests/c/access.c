@@ -1324,6 +1324,48 @@ static const char *drained_at_once(size_t type)
 	return to_state(p.a.qp, IBV_QPS_RTS);
 }
 
+/* The first message that arrives at a connected queue pair in RTR raises one event. `len` is that of an RC Send or of a Write, and 0 for UC. */
+static const char *established(size_t len)
+{
+	struct want w = { .type = len ? IBV_QPT_RC : IBV_QPT_UC };
+	struct region from, to;
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct pair p;
+
+	TRY(open_device());
+	TRY(open_end(&p.a, &w));
+	TRY(open_end(&p.b, &w));
+	TRY(new_region(&from, p.a.pd, 1 << 20, ALL_ACCESS));
+	TRY(new_region(&to, p.b.pd, 1 << 20, ALL_ACCESS));
+	TRY(to_init(p.a.qp, &w));
+	TRY(to_init(p.b.qp, &w));
+	TRY(to_rtr(p.a.qp, p.b.qp->qp_num, &w));
+	TRY(to_rtr(p.b.qp, p.a.qp->qp_num, &w));
+	TRY(to_rts(p.a.qp, &w));
+	TRY(not_readable(device->async_fd, QUIET_MS));
+	sge = sge_of(&from, 0, len ? (uint32_t)len : 100);
+	if (len == 1)
+		wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &to, 0);
+	else
+		wr = send_wr(1, IBV_WR_SEND, &sge, 1);
+	struct ibv_sge all = sge_of(&to, 0, to.len);
+	for (uint64_t i = 0; i < 3; i++)
+		TRY(post_recv(p.b.qp, i, &all, 1));
+	TRY(post(p.a.qp, &wr));
+	TRY(async_event(IBV_EVENT_COMM_EST, p.b.qp));
+	if (len != 1)
+		TRY(expect_ok(p.b.rcq, 0, IBV_WC_RECV, NULL));
+	TRY(expect_ok(p.a.scq, 1, len == 1 ? IBV_WC_RDMA_WRITE : IBV_WC_SEND, NULL));
+	wr = send_wr(2, IBV_WR_SEND, NULL, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, len == 1 ? 0 : 1, IBV_WC_RECV, NULL));
+	TRY(to_rts(p.b.qp, &w));
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, len == 1 ? 1 : 2, IBV_WC_RECV, NULL));
+	return not_readable(device->async_fd, QUIET_MS);
+}
+
 /* A device without packet pacing refuses a rate limit. */
 static const char *rate_limit_refused(size_t arg)
 {
@@ -1475,6 +1517,10 @@ static const struct test tests[] = {
 	{ "rereg_of_others_refused", rereg_of_others_refused, 0, 0, false },
 	{ "drain", drain, true, 0, false },
 	{ "drain_without_event", drain, false, 0, false },
+	{ "established_rc", established, 100, 0, false },
+	{ "established_rc_long", established, 1 << 20, 0, false },
+	{ "established_rc_write", established, 1, 0, false },
+	{ "established_uc", established, 0, 0, false },
 	{ "drained_rc", drained_at_once, IBV_QPT_RC, 0, false },
 	{ "drained_uc", drained_at_once, IBV_QPT_UC, 0, false },
 	{ "drained_ud", drained_at_once, IBV_QPT_UD, 0, false },

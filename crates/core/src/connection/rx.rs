@@ -96,7 +96,11 @@ impl Connection {
         };
         let payload = ulpdu.get(at..).unwrap_or(&[]);
         self.base.observe(|| Step::Deframe(&header, payload.len()));
-        if self.note_first(&header, payload.len()) || self.receive_short(&header, payload) {
+        if self.note_first(&header, payload.len()) {
+            return;
+        }
+        self.base.note_arrival(header.opcode());
+        if self.receive_short(&header, payload) {
             return;
         }
         let result = match self.admit(&header, payload.len() as u64) {
@@ -400,7 +404,10 @@ impl Connection {
         }
         let result = match direct.violation {
             Some(violation) => Err(violation),
-            None => self.deliver(now, &direct.header, &[]),
+            None => {
+                self.base.note_arrival(direct.header.opcode());
+                self.deliver(now, &direct.header, &[])
+            }
         };
         if let Err(violation) = result {
             self.fail_by_peer(violation, &direct.context);

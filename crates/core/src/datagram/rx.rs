@@ -382,6 +382,7 @@ impl DatagramQp {
         if identity.opcode == Opcode::WriteRecord || identity.invalidate.is_some() {
             return Err(Dropped::Operation);
         }
+        self.base.note_arrival(identity.opcode);
         if u64::from(identity.length) > bounds::MAX_MESSAGE {
             return Err(Dropped::Operation);
         }
@@ -410,6 +411,13 @@ impl DatagramQp {
                         }
                         (Some(request), None) if u64::from(identity.length) > room(request) => {
                             return Err(Dropped::TooLong);
+                        }
+                        (None, Some(_))
+                            if identity.imm.is_some()
+                                && self.base.rq.is_empty()
+                                && self.incoming.is_recent(self.now) =>
+                        {
+                            return Err(Dropped::NoReceive);
                         }
                         // The Send gets the receive of the incomplete message.
                         (Some(_), None) => self.give_up(),

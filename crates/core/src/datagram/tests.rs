@@ -1114,6 +1114,24 @@ fn uc_forged_message_that_is_refused_ends_no_message() {
 }
 
 #[test]
+fn uc_forged_write_with_immediate_data_and_without_a_receive_ends_no_message() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    let true_op = write(&b, 2000, None);
+    let sent = five(&mut a, &b, true_op, 1);
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
+    a.qp.epoch ^= 0x5555;
+    let payload = Payload::Sges(smallvec![a.sge(0, 100)]);
+    let forged = write(&b, 2000, Some([7; 4]));
+    a.qp.post_send(request(2, forged, payload, &b)).unwrap();
+    let forged = a.tx();
+    let refused = Err(Dropped::NoReceive);
+    assert_eq!(b.receive_datagram(&a, &forged[0].bytes), refused);
+    for datagram in &sent[1..] {
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
+    }
+}
+
+#[test]
 fn uc_flush_completes_the_receive_in_use_first() {
     let (mut a, mut b) = pair(Kind::Uc);
     b.recv(1, 2000, LEN as u32);

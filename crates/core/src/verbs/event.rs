@@ -16,6 +16,8 @@ pub enum AsyncEvent {
     LastWqe,
     /// The shared receive queue fell below its limit.
     SrqLimit,
+    /// A message of the peer arrived while the queue pair was in RTR.
+    Established,
     /// The first message of the peer arrived: both ends may send.
     Started,
     /// The stream ended: the peer closed it, or the connection broke.

@@ -18,6 +18,7 @@ use super::wc::{Completion, Status, WcOp};
 use super::wr::{Bind, RecvRequest, WorkRequest};
 use crate::error::Misuse;
 use crate::observe::Step;
+use crate::wire::rdmap::Opcode;
 
 /// The parts that a queue pair is created from.
 #[derive(Debug)]
@@ -59,6 +60,8 @@ pub(crate) struct QpBase {
     overflowed: bool,
     /// [`AsyncEvent::LastWqe`] was raised since the last reset.
     last_wqe_raised: bool,
+    /// [`AsyncEvent::Established`] was raised since the last reset.
+    established_raised: bool,
     /// [`AsyncEvent::SqDrained`] is to be raised when no request is outstanding.
     drain_event_wanted: bool,
     /// Completion counters that are attached.
@@ -85,6 +88,7 @@ impl QpBase {
             events: VecDeque::new(),
             overflowed: false,
             last_wqe_raised: false,
+            established_raised: false,
             drain_event_wanted: false,
             counters: None,
             has_windows: false,
@@ -197,6 +201,16 @@ impl QpBase {
         }
     }
 
+    /// Called for each segment of a message of the peer. The first one in RTR raises an event, after which the program can move the queue
+    /// pair to RTS.
+    #[inline]
+    pub(crate) fn note_arrival(&mut self, opcode: Opcode) {
+        if self.state == State::Rtr && !self.established_raised && opcode != Opcode::Control {
+            self.established_raised = true;
+            self.events.push_back(AsyncEvent::Established);
+        }
+    }
+
     /// Returns whether the state is SQD and requests are outstanding.
     pub(crate) fn is_draining(&self) -> bool {
         self.state == State::Sqd && self.sq.has_outstanding()
@@ -210,6 +224,7 @@ impl QpBase {
         self.attr = Attr::default();
         self.overflowed = false;
         self.last_wqe_raised = false;
+        self.established_raised = false;
         self.drain_event_wanted = false;
         self.purge();
         self.unbind_windows();

@@ -88,6 +88,7 @@ impl Common {
             AsyncEvent::QpFatal => event::QP_FATAL,
             AsyncEvent::QpRequest => event::QP_REQ_ERR,
             AsyncEvent::QpAccess => event::QP_ACCESS_ERR,
+            AsyncEvent::Established => event::COMM_EST,
             AsyncEvent::SqDrained => event::SQ_DRAINED,
             AsyncEvent::LastWqe => event::QP_LAST_WQE_REACHED,
             AsyncEvent::SrqLimit => event::SRQ_LIMIT_REACHED,
