@@ -1557,12 +1557,23 @@ static const char *one_signal(size_t first)
 	return NULL;
 }
 
-enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22, LATE = 1 << 23 };
+enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22, LATE = 1 << 23, INHERITS = 1 << 24 };
 
-/*
- * All data that the peer's process sent before it ended can be read. The peer makes the connection itself, because this end may get
- * ECONNRESET in place of the end of the data from a process that has inherited its connection (docs/sockets.md, known gaps).
- */
+/* Continues in a child, which then is the only process that has the connection. Returns false in the child. */
+static bool inherits(int fd)
+{
+	pid_t child = fork();
+
+	if (child) {
+		close(fd);
+		waitpid(child, NULL, 0);
+		_exit(0);
+	}
+	sleep_ms(50);
+	return false;
+}
+
+/* All data that the peer's process sent before it ended can be read. */
 static const char *reads_from_the_dead(size_t how)
 {
 	size_t total = how & (CLOSES - 1);
@@ -1583,7 +1594,7 @@ static const char *reads_from_the_dead(size_t how)
 		if (how & SMALL)
 			setsockopt(p.a, SOL_SOCKET, SO_SNDBUF, &(int){ 1 }, sizeof(int));
 		if (connect(p.a, (struct sockaddr *)&at, sizeof at) || text(p.a, "hi") || takes(p.a, "ho") ||
-		    write(p.a, block, total) != (ssize_t)total)
+		    (how & INHERITS && inherits(p.a)) || write(p.a, block, total) != (ssize_t)total)
 			_exit(1);
 		if (how & RESETS)
 			setsockopt(p.a, SOL_SOCKET, SO_LINGER, &(struct linger){ 1, 0 }, sizeof(struct linger));
@@ -3225,6 +3236,10 @@ static const struct test tests[] = {
 	{ "reads_from_the_closed", reads_from_the_dead, 16382 | CLOSES, 0, false },
 	{ "reads_small_from_the_dead", reads_from_the_dead, 16000 | SMALL, 0, false },
 	{ "reads_late_from_the_dead", reads_from_the_dead, 16000 | SMALL | LATE, 0, false },
+	{ "reads_from_the_dead_heir", reads_from_the_dead, 16382 | INHERITS, 0, false },
+	{ "reads_small_from_the_dead_heir", reads_from_the_dead, 16000 | SMALL | INHERITS, 0, false },
+	{ "reads_late_from_the_dead_heir", reads_from_the_dead, 16000 | SMALL | LATE | INHERITS, 0, false },
+	{ "reads_more_from_the_dead_heir", reads_from_the_dead, 200000 | INHERITS, 0, false },
 	{ "ends_while_used", ends_while_used, 0, 0, false },
 	{ "reads_small_from_the_closed", reads_from_the_dead, 16000 | SMALL | CLOSES, 0, false },
 	{ "reads_from_the_reset", reads_from_the_dead, 16382 | RESETS, 0, false },

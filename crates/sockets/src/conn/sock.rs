@@ -10,6 +10,7 @@ use crate::conn::table::{self, Entry};
 use crate::conn::worker;
 use crate::limits;
 use crate::log;
+use crate::owner::Holders;
 use crate::policy;
 use crate::queue::Dest;
 use crate::spin;
@@ -90,6 +91,7 @@ pub struct Sock {
     /// The id of the process that uses the connection. 0 after a fork: the first process that uses the connection sets it.
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
+    holders: Holders,
     /// The process has inherited the connection, or was forked before the connection was decided, so another process may use it.
     may_be_shared: AtomicBool,
     /// This process was forked while a thread of the parent held a lock of the connection, so it cannot use the connection.
@@ -309,6 +311,7 @@ impl Sock {
             copied: AtomicBool::new(false),
             owner: Mutex::new(None),
             forked: AtomicBool::new(false),
+            holders: Holders::default(),
             may_be_shared: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             closed: AtomicBool::new(false),
@@ -436,6 +439,7 @@ impl Sock {
             }
             *lock(&self.inner) = None;
             *lock(&self.owner) = None;
+            self.holders.leave();
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
             self.parked.store(true, Ordering::SeqCst);
@@ -699,9 +703,13 @@ impl Sock {
 
     /// Called before a fork. The first of the two processes that uses the stream becomes its owner. Corked bytes are sent now, because
     /// afterwards each process has a copy of them, and they could be sent twice or never.
-    pub fn before_fork(&self, fd: c_int) {
+    pub fn before_fork(&'static self, fd: c_int) {
         if self.mode() == Mode::Accepted {
             self.may_be_shared.store(true, Ordering::Relaxed);
+        }
+        let is_first = || !self.has_copies() || table::find(Entry::Sock(self)) == Some(fd);
+        if self.mode() == Mode::Up && !self.is_lost() && is_first() {
+            self.holders.add();
         }
         self.uncork_now(fd);
         if let Some(owner) = self.owner.try_lock()
@@ -806,10 +814,11 @@ impl Sock {
     /// Sends the last bytes of the process, which may be in a signal handler. See [`Stream::end`]. The stream stays locked, because the
     /// other threads must not use it any more.
     pub fn end(&self, fd: c_int, until: Instant, patience: Instant) {
-        let is_alone = !self.forked.load(Ordering::Acquire);
+        let is_alone = !self.forked.load(Ordering::Acquire) || self.holders.is_one();
         let end = |stream: &mut Stream| stream.end(fd, until, is_alone);
         let inner = self.with_free(Some(patience), end);
         let _locked = std::mem::ManuallyDrop::new(inner);
+        self.holders.leave();
     }
 
     /// Calls `f` with the stream if this process uses the stream and its lock is free, or becomes free before `patience`. Returns the
@@ -1431,6 +1440,11 @@ impl Sock {
     /// Sends the pending bytes before the process exits, and waits until the peer's kernel has acknowledged them. Otherwise the
     /// kernel could discard them: it resets a connection that is closed with unread bytes, such as a Limit message of the peer.
     pub fn finish(&'static self, fd: c_int, until: Instant) {
+        self.finish_stream(fd, until);
+        self.holders.leave();
+    }
+
+    fn finish_stream(&'static self, fd: c_int, until: Instant) {
         self.leave_unused(fd);
         if self.mode() != Mode::Up || self.is_lost() || !self.is_used_here() {
             return;
