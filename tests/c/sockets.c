@@ -2889,6 +2889,39 @@ static const char *connects_again(size_t how)
 	return NULL;
 }
 
+static void *writes_once(void *fd)
+{
+	static char block[64 << 20];
+
+	return (void *)(write(*(int *)fd, block, sizeof block) == sizeof block ? "all is accepted" : NULL);
+}
+
+/* A call that is blocked while another thread disconnects the socket and connects it again does not use the new connection. */
+static const char *former_connection(size_t writes)
+{
+	struct sockaddr none = { .sa_family = AF_UNSPEC };
+	struct sockaddr_in at;
+	const char *result;
+	pthread_t thread;
+	struct pair p;
+	int listener;
+
+	TRY(connected(&p));
+	TRY(listens(&listener, &at, 0, 0));
+	ENSURE(!pthread_create(&thread, NULL, writes ? writes_once : receives_nothing, &p.a), "pthread_create");
+	sleep_ms(10 * SHORT_MS);
+	ENSURE(!connect(p.a, &none, sizeof none), "connect with AF_UNSPEC: %s", strerror(errno));
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p.b);
+	TRY(text(p.b, "new"));
+	ENSURE(!pthread_join(thread, (void **)&result) && !result, "%s", result);
+	TRY(takes(p.a, "new"));
+	TRY(text(p.a, "again"));
+	return takes(p.b, "again");
+}
+
 enum { AFTER_LISTEN, BEFORE_LISTEN, ORIGINAL_CLOSED };
 
 /* Connections are accepted by a copy of the listener's descriptor. They are upgraded as if there were no copy. */
@@ -3137,15 +3170,17 @@ static const char *prints_to_standard_output(size_t arg)
 }
 
 /* A program that has only written closes its descriptor without the C library. */
-static const char *closed_by_syscall(size_t arg)
+static const char *closed_by_syscall(size_t by_range)
 {
 	char word[8] = "";
 	struct pair p;
 
-	(void)arg;
 	TRY(accepted(&p));
 	ENSURE(write(p.a, "last", 4) == 4, "write: %s", strerror(errno));
-	ENSURE(!syscall(SYS_close, p.a), "SYS_close: %s", strerror(errno));
+	if (by_range)
+		ENSURE(!syscall(SYS_close_range, p.a, p.a, 0), "SYS_close_range: %s", strerror(errno));
+	else
+		ENSURE(!syscall(SYS_close, p.a), "SYS_close: %s", strerror(errno));
 	TRY(takes(p.b, "last"));
 	ENSURE(read(p.b, word, sizeof word) == 0, "the connection does not end: %s", strerror(errno));
 	ENSURE(syscall(SYS_close, p.a) < 0 && errno == EBADF, "SYS_close of a closed descriptor: %s", strerror(errno));
@@ -3301,6 +3336,8 @@ static const struct test tests[] = {
 	{ "connects_again_in_a_set", connects_again, IN_SET, 0, false },
 	{ "connects_again_beside_a_reader", connects_again, BESIDE_READER, 0, false },
 	{ "connects_again_beside_both", connects_again, BESIDE_READER | BESIDE_WRITER, 0, false },
+	{ "former_connection_read", former_connection, 0, 0, false },
+	{ "former_connection_written", former_connection, 1, 0, false },
 	{ "accepted_by_copy", accepted_by_copy, AFTER_LISTEN, 0, false },
 	{ "accepted_by_copy_before_listen", accepted_by_copy, BEFORE_LISTEN, 0, false },
 	{ "accepted_by_copy_only", accepted_by_copy, ORIGINAL_CLOSED, 0, false },
@@ -3311,6 +3348,7 @@ static const struct test tests[] = {
 	{ "prints", prints, 0, 0, false },
 	{ "prints_to_standard_output", prints_to_standard_output, 0, 0, false },
 	{ "closed_by_syscall", closed_by_syscall, 0, 0, false },
+	{ "closed_by_syscall_of_a_range", closed_by_syscall, 1, 0, false },
 	{ "end_keeps_errno", end_keeps_errno, 0, 0, false },
 };
 

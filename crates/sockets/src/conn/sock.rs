@@ -98,6 +98,8 @@ pub struct Sock {
     lost: AtomicBool,
     /// The program has closed the last descriptor.
     closed: AtomicBool,
+    /// The program has disconnected the socket.
+    disconnected: AtomicBool,
     /// The connection has ended, and this object is used for another one as soon as no thread sleeps in a call on it.
     parked: AtomicBool,
 }
@@ -315,6 +317,7 @@ impl Sock {
             may_be_shared: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             closed: AtomicBool::new(false),
+            disconnected: AtomicBool::new(false),
             parked: AtomicBool::new(false),
         }
     }
@@ -330,6 +333,7 @@ impl Sock {
         sock.may_be_shared.store(false, Ordering::Relaxed);
         sock.lost.store(false, Ordering::Relaxed);
         sock.closed.store(false, Ordering::Relaxed);
+        sock.disconnected.store(false, Ordering::Relaxed);
         sock.mode.store(mode as u8, Ordering::Release);
         LIVE.fetch_add(1, Ordering::Relaxed);
         UNDECIDED.fetch_add(1, Ordering::Relaxed);
@@ -478,6 +482,12 @@ impl Sock {
     pub fn is_closed(&'static self, fd: c_int) -> bool {
         let is_mine = || table::sock(fd).is_some_and(|sock| std::ptr::eq(sock, self));
         self.closed.load(Ordering::SeqCst) || self.mode() == Mode::Up && !is_mine()
+    }
+
+    /// Returns whether the program has disconnected the socket while this thread was in a call on it. The call fails, because the socket may
+    /// have another connection now.
+    pub fn is_disconnected(&self) -> bool {
+        self.disconnected.load(Ordering::SeqCst)
     }
 
     /// Decides whether the connection is upgraded, if that is possible now. `writes`: the program writes before it reads, so the
@@ -634,6 +644,7 @@ impl Sock {
                 self.closing(fd, false);
             }
         } else {
+            self.disconnected.store(true, Ordering::SeqCst);
             let stream = lock(&self.inner).take();
             if let Some(stream) = stream {
                 stream.delay(fd);

@@ -100,6 +100,7 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
         let done = dest.done();
         sys::set_errno(errno);
         return match result {
+            Err(GONE) if done == 0 && sock.is_disconnected() => fail_long(libc::ECONNRESET),
             Err(GONE) if done == 0 => sys::receive(fd, dest.rest(), flags),
             Err(e) if done == 0 => fail_long(e),
             Ok(()) | Err(_) => done as isize,
@@ -254,6 +255,13 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                         fail_long(e)
                     };
                 }
+            }
+            Err(GONE) if sock.is_disconnected() => {
+                return if done > 0 {
+                    done as isize
+                } else {
+                    fail_long(libc::ECONNRESET)
+                };
             }
             Err(GONE) => {
                 let n = sys::transmit(fd, rest, flags);

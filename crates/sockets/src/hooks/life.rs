@@ -1094,7 +1094,7 @@ pub extern "C-unwind" fn _Exit(status: c_int) -> ! {
 }
 
 /// See `syscall(2)`. `io_uring_setup` is refused, because the library cannot intercept reads and writes through a ring. `SYS_close`,
-/// by which libuv closes descriptors, is like [`close`] but no cancellation point.
+/// by which libuv closes descriptors, is like [`close`] but no cancellation point. `SYS_close_range` is like [`close_range`].
 ///
 /// # Safety
 /// The requirements of `syscall` apply.
@@ -1115,6 +1115,9 @@ pub unsafe extern "C-unwind" fn syscall(
         && let Err(errno) = end_entry(a as c_int)
     {
         return fail(errno) as c_long;
+    }
+    if number == libc::SYS_close_range {
+        return c_long::from(close_range(a as c_uint, b as c_uint, c as c_int));
     }
     // SAFETY: upheld by the caller.
     unsafe { real::syscall(number, a, b, c, d, e, f) }
