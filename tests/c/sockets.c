@@ -14,6 +14,7 @@
 #include <limits.h>
 #include <pthread.h>
 #include <setjmp.h>
+#include <spawn.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
@@ -1444,6 +1445,8 @@ static const char *corked_fork(size_t how)
 	return NULL;
 }
 
+enum { EXECV = 1, EXECL, EXECLP, EXECLE };
+
 /* A process ends, or executes another program, with corked bytes. */
 static const char *corked_end(size_t executes)
 {
@@ -1458,8 +1461,14 @@ static const char *corked_end(size_t executes)
 		close(p.b);
 		if (write(p.a, "one ", 4) != 4 || send(p.a, "two", 3, MSG_MORE) != 3)
 			_exit(1);
-		if (executes)
+		if (executes == EXECV)
 			execv("/bin/true", (char *[]){ "true", NULL });
+		if (executes == EXECL)
+			execl("/bin/true", "true", NULL);
+		if (executes == EXECLP)
+			execlp("true", "true", NULL);
+		if (executes == EXECLE)
+			execle("/bin/true", "true", NULL, environ);
 		_exit(executes != 0);
 	}
 	close(p.a);
@@ -2402,6 +2411,76 @@ static const char *jumps(size_t with_poll)
 	return takes(p.b, "ab");
 }
 
+enum { BY_EXECL, BY_EXECLP, BY_EXECLE, BY_SPAWN, BY_SPAWNP, BY_SPAWN_DUP };
+
+/* An accepted connection is passed to a program without the library. */
+static const char *passed_on(size_t how)
+{
+	char *empty[] = { NULL }, script[64], word[8] = "";
+	char *argv[] = { "sh", "-c", script, NULL };
+	posix_spawn_file_actions_t actions;
+	struct pair p;
+	int status, e = 0;
+	pid_t child = -1;
+
+	TRY(accepted(&p));
+	TRY(text(p.a, "word"));
+	snprintf(script, sizeof script, "head -c 4 <&%d >&%d", p.b, p.b);
+	ENSURE(!posix_spawn_file_actions_init(&actions), "posix_spawn_file_actions_init");
+	if (how == BY_SPAWN_DUP) {
+		snprintf(script, sizeof script, "head -c 4");
+		e = posix_spawn_file_actions_adddup2(&actions, p.b, 0);
+		e = e ? e : posix_spawn_file_actions_adddup2(&actions, p.b, 1);
+		ENSURE(!e, "posix_spawn_file_actions_adddup2: %s", strerror(e));
+	} else {
+		ENSURE(!fcntl(p.b, F_SETFD, 0), "F_SETFD: %s", strerror(errno));
+	}
+	fflush(stdout);
+	if (how < BY_SPAWN) {
+		child = fork();
+		ENSURE(child >= 0, "fork: %s", strerror(errno));
+		if (!child) {
+			unsetenv("LD_PRELOAD");
+			if (how == BY_EXECL)
+				execl("/bin/sh", "sh", "-c", script, NULL);
+			if (how == BY_EXECLP)
+				execlp("sh", "sh", "-c", script, "a", "b", "c", "d", "e", "f", NULL);
+			if (how == BY_EXECLE)
+				execle("/bin/sh", "sh", "-c", script, NULL, empty);
+			_exit(1);
+		}
+	} else if (how == BY_SPAWNP) {
+		e = posix_spawnp(&child, "sh", &actions, NULL, argv, empty);
+	} else {
+		e = posix_spawn(&child, "/bin/sh", &actions, NULL, argv, empty);
+	}
+	ENSURE(!e, "posix_spawn: %s", strerror(e));
+	posix_spawn_file_actions_destroy(&actions);
+	close(p.b);
+	TRY(takes(p.a, "word"));
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the program fails: status %#x", status);
+	ENSURE(read(p.a, word, 1) == 0, "the end does not follow: %s", strerror(errno));
+	return NULL;
+}
+
+/* A stream in use that is not closed on exec is not passed to another program, and stays as it is in this one. */
+static const char *spawn_beside_stream(size_t arg)
+{
+	char *argv[] = { "true", NULL };
+	struct pair p;
+	int status, e;
+	pid_t child;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!fcntl(p.b, F_SETFD, 0), "F_SETFD: %s", strerror(errno));
+	e = posix_spawn(&child, "/bin/true", NULL, NULL, argv, environ);
+	ENSURE(!e, "posix_spawn: %s", strerror(e));
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the program fails: status %#x", status);
+	ENSURE(fcntl(p.b, F_GETFD) == 0, "the descriptor has become one that is closed on exec");
+	return greet(&p);
+}
+
 enum { EXITS, CLOSES_FIRST, EXECUTES };
 
 /* A program writes and ends before the other end accepts the connection. */
@@ -3262,7 +3341,10 @@ static const struct test tests[] = {
 	{ "corked_child_reads", corked_fork, CHILD_READS, 0, false },
 	{ "corked_child_waits", corked_fork, CHILD_WAITS, 0, false },
 	{ "corked_exit", corked_end, 0, 0, false },
-	{ "corked_exec", corked_end, 1, 0, false },
+	{ "corked_exec", corked_end, EXECV, 0, false },
+	{ "corked_execl", corked_end, EXECL, 0, false },
+	{ "corked_execlp", corked_end, EXECLP, 0, false },
+	{ "corked_execle", corked_end, EXECLE, 0, false },
 	{ "corked_copy", corked_copy, 0, 0, false },
 	{ "writes_to_the_dead", writes_to_the_dead, 0, 0, false },
 	{ "one_signal", one_signal, 100, 0, false },
@@ -3316,6 +3398,13 @@ static const struct test tests[] = {
 	{ "exits_before_accept", ends_before_accept, EXITS, 0, false },
 	{ "closes_before_accept", ends_before_accept, CLOSES_FIRST, 0, false },
 	{ "executes_before_accept", ends_before_accept, EXECUTES, 0, false },
+	{ "passed_on_by_execl", passed_on, BY_EXECL, 0, false },
+	{ "passed_on_by_execlp", passed_on, BY_EXECLP, 0, false },
+	{ "passed_on_by_execle", passed_on, BY_EXECLE, 0, false },
+	{ "passed_on_by_spawn", passed_on, BY_SPAWN, 0, false },
+	{ "passed_on_by_spawnp", passed_on, BY_SPAWNP, 0, false },
+	{ "passed_on_by_spawn_dup", passed_on, BY_SPAWN_DUP, 0, false },
+	{ "spawn_beside_stream", spawn_beside_stream, 0, 0, false },
 	{ "cancelled_poll", cancelled, 1, 0, false },
 	{ "cancelled_write", cancelled_write, 0, 0, false },
 	{ "child_closes_set", child_closes, CLOSES_SET, 0, false },

@@ -3,7 +3,7 @@
 use super::reliable as pairs;
 use super::{dgram, fail};
 use crate::conn::answers;
-use crate::conn::dgram::{Dgram, LIVE as DGRAMS};
+use crate::conn::dgram::Dgram;
 use crate::conn::early;
 use crate::conn::reliable;
 use crate::conn::set::Set;
@@ -17,7 +17,7 @@ use crate::owner;
 use crate::policy;
 use crate::real;
 use crate::sys;
-use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, sockaddr, socklen_t};
+use libc::{c_int, c_long, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 use sockets_base::rules::{Fallback, Listener, Mode, Role};
 use sockets_base::stat::Why;
 use std::net::SocketAddr;
@@ -904,51 +904,6 @@ fn new_set(fd: c_int) -> c_int {
     fd
 }
 
-/// Called before exec. Accepted connections that are not decided yet become plain, and so does a UDP socket or a stream (an upgraded
-/// connection) that is standard input, output or error. All other streams are closed by exec, because the next program would
-/// read FPDUs.
-fn before_exec() {
-    if LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed) == 0 {
-        return;
-    }
-    // A child of vfork has a descriptor table of its own but shares the parent's memory.
-    let is_visitor = owner::is_visitor();
-    let patience = Instant::now() + Duration::from_millis(limits::EXIT_LOCK);
-    table::for_each(|fd, entry| {
-        if let Entry::Dgram(dgram) = entry
-            && fd <= libc::STDERR_FILENO
-            && !is_visitor
-        {
-            dgram.hand_over(fd);
-        }
-        let Entry::Sock(sock) = entry else { return };
-        if !is_visitor {
-            sock.before_exec(fd, patience);
-        }
-        // SAFETY: no pointer is passed.
-        let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
-        if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
-            return;
-        }
-        match sock.mode() {
-            State::Accepted => {
-                sock.hand_over(fd);
-            }
-            // Only standard input, output and error are handed over. Other descriptors are mostly inherited by mistake, and the parent
-            // continues to use them.
-            State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
-            State::Up => {
-                crate::log::line(&format!("stream {fd} is closed by exec"));
-                // SAFETY: no pointer is passed.
-                unsafe {
-                    real::fcntl(fd, libc::F_SETFD, (flags | libc::FD_CLOEXEC) as usize);
-                }
-            }
-            State::Connecting | State::Plain => {}
-        }
-    });
-}
-
 /// Called at start for a connection that the program inherited as standard input, output or error. Unless a rule makes it plain, it
 /// is handled like an accepted one: the first bytes that the program reads decide whether it is upgraded.
 pub(crate) fn adopt_connection(fd: c_int) {
@@ -996,73 +951,6 @@ pub(crate) fn adopt_dgram(fd: c_int) {
             dgram.connected(fd, peer);
         }
     }
-}
-
-/// See `execve(2)`.
-///
-/// # Safety
-/// The requirements of `execve` apply.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn execve(
-    path: *const c_char,
-    argv: *const *const c_char,
-    envp: *const *const c_char,
-) -> c_int {
-    before_exec();
-    // SAFETY: upheld by the caller.
-    unsafe { real::execve(path, argv, envp) }
-}
-
-/// See `execv(3)`.
-///
-/// # Safety
-/// The requirements of `execv` apply.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn execv(path: *const c_char, argv: *const *const c_char) -> c_int {
-    before_exec();
-    // SAFETY: upheld by the caller.
-    unsafe { real::execv(path, argv) }
-}
-
-/// See `execvp(3)`.
-///
-/// # Safety
-/// The requirements of `execvp` apply.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn execvp(path: *const c_char, argv: *const *const c_char) -> c_int {
-    before_exec();
-    // SAFETY: upheld by the caller.
-    unsafe { real::execvp(path, argv) }
-}
-
-/// See `execvpe(3)`.
-///
-/// # Safety
-/// The requirements of `execvpe` apply.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn execvpe(
-    path: *const c_char,
-    argv: *const *const c_char,
-    envp: *const *const c_char,
-) -> c_int {
-    before_exec();
-    // SAFETY: upheld by the caller.
-    unsafe { real::execvpe(path, argv, envp) }
-}
-
-/// See `fexecve(3)`.
-///
-/// # Safety
-/// The requirements of `fexecve` apply.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn fexecve(
-    fd: c_int,
-    argv: *const *const c_char,
-    envp: *const *const c_char,
-) -> c_int {
-    before_exec();
-    // SAFETY: upheld by the caller.
-    unsafe { real::fexecve(fd, argv, envp) }
 }
 
 /// See `_exit(2)`. First sends corked bytes, and waits until the bytes of streams and the reliable datagrams are acknowledged: unlike

@@ -10,9 +10,11 @@ mod buffers;
 mod cookie;
 pub mod data;
 mod dgram;
+pub mod exec;
 pub mod life;
 mod reliable;
 pub mod stdio;
+mod variadic;
 pub mod wait;
 
 use crate::sys;

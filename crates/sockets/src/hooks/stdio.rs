@@ -3,6 +3,7 @@
 
 use super::cookie;
 use super::life::pin;
+use super::variadic::with_list;
 use crate::conn::show;
 use crate::conn::sock::Mode;
 use crate::conn::table::{self, Entry};
@@ -116,89 +117,6 @@ pub unsafe extern "C-unwind" fn __vdprintf_chk(
         let n = __vasprintf_chk(&raw mut text, flag, format, list);
         print(fd, text, n)
     }
-}
-
-/// The body of a function with variable arguments, after `$named` arguments that are integers or pointers: makes a `va_list` of the others, and
-/// calls `$list` with the named arguments and, in the register `$place`, the address of the list. The oldest supported version of Rust cannot
-/// define such a function.
-#[cfg(target_arch = "x86_64")]
-macro_rules! with_list {
-    ($list:path, $named:literal, $place:literal) => {
-        std::arch::naked_asm!(
-            ".cfi_startproc",
-            // The list at 0; the save area at 32, with the general registers and then the vector registers.
-            "sub rsp, 216",
-            ".cfi_adjust_cfa_offset 216",
-            "mov [rsp + 32], rdi",
-            "mov [rsp + 40], rsi",
-            "mov [rsp + 48], rdx",
-            "mov [rsp + 56], rcx",
-            "mov [rsp + 64], r8",
-            "mov [rsp + 72], r9",
-            "test al, al",
-            "je 2f",
-            "movaps [rsp + 80], xmm0",
-            "movaps [rsp + 96], xmm1",
-            "movaps [rsp + 112], xmm2",
-            "movaps [rsp + 128], xmm3",
-            "movaps [rsp + 144], xmm4",
-            "movaps [rsp + 160], xmm5",
-            "movaps [rsp + 176], xmm6",
-            "movaps [rsp + 192], xmm7",
-            "2:",
-            concat!("mov dword ptr [rsp], 8 * ", $named),
-            "mov dword ptr [rsp + 4], 48",
-            "lea rax, [rsp + 224]",
-            "mov [rsp + 8], rax",
-            "lea rax, [rsp + 32]",
-            "mov [rsp + 16], rax",
-            concat!("mov ", $place, ", rsp"),
-            "call {list}",
-            "add rsp, 216",
-            ".cfi_adjust_cfa_offset -216",
-            "ret",
-            ".cfi_endproc",
-            list = sym $list,
-        )
-    };
-}
-
-#[cfg(target_arch = "aarch64")]
-macro_rules! with_list {
-    ($list:path, $named:literal, $place:literal) => {
-        std::arch::naked_asm!(
-            ".cfi_startproc",
-            // The list at 16; the general registers x2 to x7 at 48, and the vector registers at 96.
-            "stp x29, x30, [sp, #-256]!",
-            ".cfi_def_cfa_offset 256",
-            ".cfi_offset x29, -256",
-            ".cfi_offset x30, -248",
-            "mov x29, sp",
-            "stp x2, x3, [sp, #48]",
-            "stp x4, x5, [sp, #64]",
-            "stp x6, x7, [sp, #80]",
-            "stp q0, q1, [sp, #96]",
-            "stp q2, q3, [sp, #128]",
-            "stp q4, q5, [sp, #160]",
-            "stp q6, q7, [sp, #192]",
-            "add x8, sp, #256",
-            "str x8, [sp, #16]",
-            "add x8, sp, #96",
-            "str x8, [sp, #24]",
-            "add x8, sp, #224",
-            "str x8, [sp, #32]",
-            concat!("mov w8, #-8 * (8 - ", $named, ")"),
-            "str w8, [sp, #40]",
-            "mov w8, #-128",
-            "str w8, [sp, #44]",
-            concat!("add ", $place, ", sp, #16"),
-            "bl {list}",
-            "ldp x29, x30, [sp], #256",
-            "ret",
-            ".cfi_endproc",
-            list = sym $list,
-        )
-    };
 }
 
 /// See `dprintf(3)`.

@@ -1,0 +1,341 @@
+//! The hooks that start other programs: `exec` and `posix_spawn` with their variants.
+
+use super::variadic::{self, with_list};
+use crate::conn::dgram::LIVE as DGRAMS;
+use crate::conn::sock::{LIVE, Mode as State};
+use crate::conn::table::{self, Entry};
+use crate::limits;
+use crate::log;
+use crate::owner;
+use crate::real;
+use libc::{c_char, c_int, c_void};
+use std::ptr::null;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Called before exec. Accepted connections that are not decided yet become plain, and so does a UDP socket or a stream (an upgraded
+/// connection) that is standard input, output or error. All other streams are closed by exec, because the next program would
+/// read FPDUs.
+fn before_exec() {
+    if LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    // A child of vfork has a descriptor table of its own but shares the parent's memory.
+    let is_visitor = owner::is_visitor();
+    let patience = Instant::now() + Duration::from_millis(limits::EXIT_LOCK);
+    table::for_each(|fd, entry| {
+        if let Entry::Dgram(dgram) = entry
+            && fd <= libc::STDERR_FILENO
+            && !is_visitor
+        {
+            dgram.hand_over(fd);
+        }
+        let Entry::Sock(sock) = entry else { return };
+        if !is_visitor {
+            sock.before_exec(fd, patience);
+        }
+        // SAFETY: no pointer is passed.
+        let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
+        if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
+            return;
+        }
+        match sock.mode() {
+            State::Accepted => {
+                sock.hand_over(fd);
+            }
+            // Only standard input, output and error are handed over. Other descriptors are mostly inherited by mistake, and the parent
+            // continues to use them.
+            State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
+            State::Up => {
+                log::line(&format!("stream {fd} is closed by exec"));
+                // SAFETY: no pointer is passed.
+                unsafe {
+                    real::fcntl(fd, libc::F_SETFD, (flags | libc::FD_CLOEXEC) as usize);
+                }
+            }
+            State::Connecting | State::Plain => {}
+        }
+    });
+}
+
+/// See `execve(2)`.
+///
+/// # Safety
+/// The requirements of `execve` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execve(
+    path: *const c_char,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    before_exec();
+    // SAFETY: upheld by the caller.
+    unsafe { real::execve(path, argv, envp) }
+}
+
+/// See `execv(3)`.
+///
+/// # Safety
+/// The requirements of `execv` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execv(path: *const c_char, argv: *const *const c_char) -> c_int {
+    before_exec();
+    // SAFETY: upheld by the caller.
+    unsafe { real::execv(path, argv) }
+}
+
+/// See `execvp(3)`.
+///
+/// # Safety
+/// The requirements of `execvp` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execvp(path: *const c_char, argv: *const *const c_char) -> c_int {
+    before_exec();
+    // SAFETY: upheld by the caller.
+    unsafe { real::execvp(path, argv) }
+}
+
+/// See `execvpe(3)`.
+///
+/// # Safety
+/// The requirements of `execvpe` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execvpe(
+    path: *const c_char,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    before_exec();
+    // SAFETY: upheld by the caller.
+    unsafe { real::execvpe(path, argv, envp) }
+}
+
+/// See `fexecve(3)`.
+///
+/// # Safety
+/// The requirements of `fexecve` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn fexecve(
+    fd: c_int,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    before_exec();
+    // SAFETY: upheld by the caller.
+    unsafe { real::fexecve(fd, argv, envp) }
+}
+
+/// The arguments of `execl` and its variants, in the memory of the call: the calls can be made in a signal handler and in a child of vfork,
+/// where no memory should be allocated. The last element is null.
+type Arguments = [*const c_char; limits::ARGUMENTS];
+
+/// Copies the arguments up to the null behind them. Returns false if there are too many.
+///
+/// # Safety
+/// `list` is the address of a `va_list` that contains the arguments behind `first`, and null.
+unsafe fn collect(into: &mut Arguments, first: *const c_char, list: *mut c_void) -> bool {
+    let mut next = first;
+    for place in into {
+        *place = next;
+        if next.is_null() {
+            return true;
+        }
+        // SAFETY: upheld by the caller.
+        next = unsafe { variadic::next(list) }.cast();
+    }
+    false
+}
+
+/// # Safety
+/// The requirements of `execl` apply to `call`, and those of [`collect`].
+unsafe fn with_arguments(
+    first: *const c_char,
+    list: *mut c_void,
+    call: impl FnOnce(*const *const c_char) -> c_int,
+) -> c_int {
+    let mut arguments = [null(); limits::ARGUMENTS];
+    // SAFETY: upheld by the caller.
+    if unsafe { collect(&mut arguments, first, list) } {
+        call(arguments.as_ptr())
+    } else {
+        super::fail(libc::E2BIG)
+    }
+}
+
+/// `execl` with the arguments behind the first one in a list.
+unsafe extern "C-unwind" fn execl_list(
+    path: *const c_char,
+    first: *const c_char,
+    list: *mut c_void,
+) -> c_int {
+    // SAFETY: upheld by the caller.
+    unsafe { with_arguments(first, list, |argv| execv(path, argv)) }
+}
+
+/// `execlp` with the arguments behind the first one in a list.
+unsafe extern "C-unwind" fn execlp_list(
+    file: *const c_char,
+    first: *const c_char,
+    list: *mut c_void,
+) -> c_int {
+    // SAFETY: upheld by the caller.
+    unsafe { with_arguments(first, list, |argv| execvp(file, argv)) }
+}
+
+/// `execle` with the arguments behind the first one, and the environment, in a list.
+unsafe extern "C-unwind" fn execle_list(
+    path: *const c_char,
+    first: *const c_char,
+    list: *mut c_void,
+) -> c_int {
+    // SAFETY: upheld by the caller; the environment follows the arguments.
+    unsafe {
+        with_arguments(first, list, |argv| {
+            execve(path, argv, variadic::next(list).cast())
+        })
+    }
+}
+
+/// See `execl(3)`.
+///
+/// # Safety
+/// The requirements of `execl` apply.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execl(path: *const c_char, first: *const c_char) -> c_int {
+    #[cfg(target_arch = "x86_64")]
+    with_list!(execl_list, 2, "rdx");
+    #[cfg(target_arch = "aarch64")]
+    with_list!(execl_list, 2, "x2");
+}
+
+/// See `execlp(3)`.
+///
+/// # Safety
+/// The requirements of `execlp` apply.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execlp(file: *const c_char, first: *const c_char) -> c_int {
+    #[cfg(target_arch = "x86_64")]
+    with_list!(execlp_list, 2, "rdx");
+    #[cfg(target_arch = "aarch64")]
+    with_list!(execlp_list, 2, "x2");
+}
+
+/// See `execle(3)`.
+///
+/// # Safety
+/// The requirements of `execle` apply.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execle(path: *const c_char, first: *const c_char) -> c_int {
+    #[cfg(target_arch = "x86_64")]
+    with_list!(execle_list, 2, "rdx");
+    #[cfg(target_arch = "aarch64")]
+    with_list!(execle_list, 2, "x2");
+}
+
+/// See `posix_spawn_file_actions_adddup2(3)`. A connection or UDP socket that becomes standard input, output or error of the new program, or
+/// that is not in use yet, becomes plain, because that program may not have the library.
+///
+/// # Safety
+/// The requirements of `posix_spawn_file_actions_adddup2` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn posix_spawn_file_actions_adddup2(
+    actions: *mut c_void,
+    fd: c_int,
+    to: c_int,
+) -> c_int {
+    if !owner::is_visitor() {
+        let is_standard = to <= libc::STDERR_FILENO;
+        match table::get(fd) {
+            Entry::Dgram(dgram) if is_standard => dgram.hand_over(fd),
+            Entry::Sock(sock) if sock.mode() == State::Accepted => {
+                sock.hand_over(fd);
+            }
+            Entry::Sock(sock)
+                if is_standard
+                    && sock.mode() == State::Up
+                    && !(sock.is_ours(fd) && sock.hand_over(fd)) =>
+            {
+                log::always(&format!(
+                    "stream {fd} is passed to another program, which cannot use it; add a rule with the mode tcp for it"
+                ));
+            }
+            _ => {}
+        }
+    }
+    // SAFETY: upheld by the caller.
+    unsafe { real::posix_spawn_file_actions_adddup2(actions, fd, to) }
+}
+
+/// Starts a program by `start`. Its descriptors are handled like those of exec, but this process continues: a stream that the new
+/// program must not have is closed by exec only this time.
+fn spawn(start: impl FnOnce() -> c_int) -> c_int {
+    if LIVE.load(Ordering::Relaxed) == 0 || owner::is_visitor() {
+        return start();
+    }
+    let mut streams = Vec::new();
+    table::for_each(|fd, entry| {
+        let Entry::Sock(sock) = entry else { return };
+        // SAFETY: no pointer is passed.
+        let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
+        if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
+            return;
+        }
+        match sock.mode() {
+            State::Accepted => {
+                sock.hand_over(fd);
+            }
+            State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
+            State::Up => streams.push((fd, flags)),
+            State::Connecting | State::Plain => {}
+        }
+    });
+    let set = |flag| {
+        for (fd, flags) in &streams {
+            // SAFETY: no pointer is passed.
+            unsafe {
+                real::fcntl(*fd, libc::F_SETFD, (*flags | flag) as usize);
+            }
+        }
+    };
+    set(libc::FD_CLOEXEC);
+    let result = start();
+    set(0);
+    result
+}
+
+/// See `posix_spawn(3)`.
+///
+/// # Safety
+/// The requirements of `posix_spawn` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn posix_spawn(
+    pid: *mut libc::pid_t,
+    path: *const c_char,
+    actions: *const c_void,
+    attributes: *const c_void,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    // SAFETY: upheld by the caller.
+    spawn(|| unsafe { real::posix_spawn(pid, path, actions, attributes, argv, envp) })
+}
+
+/// See `posix_spawnp(3)`.
+///
+/// # Safety
+/// The requirements of `posix_spawnp` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn posix_spawnp(
+    pid: *mut libc::pid_t,
+    file: *const c_char,
+    actions: *const c_void,
+    attributes: *const c_void,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    // SAFETY: upheld by the caller.
+    spawn(|| unsafe { real::posix_spawnp(pid, file, actions, attributes, argv, envp) })
+}
