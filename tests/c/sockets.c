@@ -17,6 +17,7 @@
 #include <spawn.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/select.h>
 #include <sys/socket.h>
@@ -3266,6 +3267,122 @@ static const char *closed_by_syscall(size_t by_range)
 	return NULL;
 }
 
+/* Addresses at which there is no memory. The compiler does not know them. */
+static void *volatile zero = NULL;
+static void *volatile nowhere = (void *)-1;
+static volatile int negative = -1;
+
+/* Calls with addresses at which there is no memory fail, and the connection can be used afterwards. */
+static const char *wrong_addresses(size_t arg)
+{
+	struct iovec null = { NULL, 4 }, top = { (void *)-1, 4 }, long_one = { &null, SIZE_MAX / 2 + 1 }, none = { NULL, 0 };
+	struct msghdr m = { .msg_iov = &null, .msg_iovlen = 1 };
+	static struct iovec many[1025];
+	struct epoll_event e;
+	struct pair p;
+	void *hole;
+	char byte;
+	int set;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+#define FAILS(call, wanted) ENSURE((call) < 0 && errno == (wanted), #call ": %s", strerror(errno))
+	for (int i = 0; i < 2; i++) {
+		m.msg_iov = &null;
+		m.msg_iovlen = 1;
+		FAILS(write(p.a, zero, 4), EFAULT);
+		FAILS(write(p.a, nowhere, 4), EFAULT);
+		FAILS(send(p.a, zero, 4, 0), EFAULT);
+		FAILS(sendto(p.a, nowhere, 4, 0, NULL, 0), EFAULT);
+		FAILS(writev(p.a, zero, 1), EFAULT);
+		FAILS(writev(p.a, nowhere, 1), EFAULT);
+		FAILS(writev(p.a, &null, 1), EFAULT);
+		FAILS(writev(p.a, &top, 1), EFAULT);
+		FAILS(writev(p.a, &long_one, 1), EINVAL);
+		FAILS(writev(p.a, &none, negative), EINVAL);
+		FAILS(writev(p.a, many, 1025), EINVAL);
+		FAILS(sendmsg(p.a, zero, 0), EFAULT);
+		FAILS(sendmsg(p.a, nowhere, 0), EFAULT);
+		FAILS(sendmsg(p.a, &m, 0), EFAULT);
+		FAILS(sendmmsg(p.a, nowhere, 1, 0), EFAULT);
+		FAILS(read(p.b, nowhere, 4), EFAULT);
+		FAILS(recv(p.b, nowhere, 4, 0), EFAULT);
+		FAILS(readv(p.b, zero, 1), EFAULT);
+		FAILS(readv(p.b, nowhere, 1), EFAULT);
+		FAILS(readv(p.b, &top, 1), EFAULT);
+		FAILS(readv(p.b, &long_one, 1), EINVAL);
+		FAILS(readv(p.b, &none, negative), EINVAL);
+		FAILS(readv(p.b, many, 1025), EINVAL);
+		FAILS(recvmsg(p.b, zero, 0), EFAULT);
+		FAILS(recvmsg(p.b, nowhere, 0), EFAULT);
+		m.msg_iov = nowhere;
+		FAILS(recvmsg(p.b, &m, 0), EFAULT);
+		FAILS(sendmsg(p.a, &m, 0), EFAULT);
+		m.msg_iov = many;
+		m.msg_iovlen = 1025;
+		FAILS(recvmsg(p.b, &m, 0), EMSGSIZE);
+		FAILS(sendmsg(p.a, &m, 0), EMSGSIZE);
+		FAILS(poll(nowhere, 1, 0), EFAULT);
+		FAILS(epoll_ctl(set, EPOLL_CTL_ADD, p.b, zero), EFAULT);
+		FAILS(epoll_ctl(set, EPOLL_CTL_ADD, p.b, nowhere), EFAULT);
+		/* A read at address 0 finds nothing to read the first time. The second time the data stays unread. */
+		FAILS(recv(p.b, zero, 4, MSG_DONTWAIT), i ? EFAULT : EAGAIN);
+		if (i)
+			FAILS(read(p.b, zero, 4), EFAULT);
+		else
+			TRY(text(p.a, "data"));
+		ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll: %s", strerror(errno));
+	}
+#undef FAILS
+	/* The first long write is not copied. */
+	hole = mmap(NULL, 65536, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(hole != MAP_FAILED, "mmap: %s", strerror(errno));
+	ENSURE(write(p.a, hole, 65536) < 0 && errno == EFAULT, "a write from protected memory: %s", strerror(errno));
+	munmap(hole, 65536);
+	ENSURE(write(p.a, zero, 0) == 0 && writev(p.a, &none, 1) == 0, "an empty write: %s", strerror(errno));
+	TRY(add(set, p.b, EPOLLIN, 1));
+	ENSURE(epoll_wait(set, nowhere, 1, 0) < 0 && errno == EFAULT, "epoll_wait: %s", strerror(errno));
+	ENSURE(epoll_wait(set, &e, 1, 0) == 1, "epoll_wait: %s", strerror(errno));
+	TRY(takes(p.b, "data"));
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll: %s", strerror(errno));
+	ENSURE(read(p.b, zero, 4) == 0 && read(p.b, &byte, 1) == 0, "the end is not reported: %s", strerror(errno));
+	return NULL;
+}
+
+enum { WRITES = 1, ACCEPTED = 2, READS_FIRST = 4 };
+
+/* A program sets SO_LINGER to zero seconds before it has used a connection, and closes it: the other end gets an error behind the data. */
+static const char *reset_before_use(size_t how)
+{
+	struct linger reset = { 1, 0 };
+	struct pair p;
+	int closing, other;
+	char word[8];
+	ssize_t n;
+
+	TRY(accepted(&p));
+	closing = how & ACCEPTED ? p.b : p.a;
+	other = how & ACCEPTED ? p.a : p.b;
+	if (how & READS_FIRST)
+		TRY(nonblocking(other));
+	if (how & READS_FIRST)
+		ENSURE(read(other, word, 1) < 0 && errno == EAGAIN, "read: %s", strerror(errno));
+	if (how & WRITES)
+		TRY(text(how & ACCEPTED ? p.a : closing, "word"));
+	ENSURE(!setsockopt(closing, SOL_SOCKET, SO_LINGER, &reset, sizeof reset), "SO_LINGER: %s", strerror(errno));
+	ENSURE(!close(closing), "close: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = other, .events = POLLIN }, 1, LONG_MS) == 1, "poll: %s", strerror(errno));
+	if (how == WRITES) {
+		n = recv(other, word, sizeof word, 0);
+		ENSURE(n == 4 && !memcmp(word, "word", 4), "%zd bytes instead of \"word\": %s", n, strerror(errno));
+	}
+	n = recv(other, word, sizeof word, 0);
+	ENSURE(n < 0 && errno == ECONNRESET, "%zd: %s in place of a reset", n, n ? strerror(errno) : "end");
+	return NULL;
+}
+
 /* A read at the end of the data does not change errno, at which OpenSSL looks then. */
 static const char *end_keeps_errno(size_t arg)
 {
@@ -3439,6 +3556,12 @@ static const struct test tests[] = {
 	{ "closed_by_syscall", closed_by_syscall, 0, 0, false },
 	{ "closed_by_syscall_of_a_range", closed_by_syscall, 1, 0, false },
 	{ "end_keeps_errno", end_keeps_errno, 0, 0, false },
+	{ "wrong_addresses", wrong_addresses, 0, 0, false },
+	{ "reset_before_use", reset_before_use, 0, 0, false },
+	{ "reset_before_use_with_data", reset_before_use, WRITES, 0, false },
+	{ "reset_before_use_by_acceptor", reset_before_use, ACCEPTED, 0, false },
+	{ "reset_before_use_by_acceptor_with_data", reset_before_use, ACCEPTED | WRITES, 0, false },
+	{ "reset_before_use_undecided", reset_before_use, ACCEPTED | READS_FIRST, 0, false },
 };
 
 int main(int argc, char **argv)

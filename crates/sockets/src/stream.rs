@@ -1408,7 +1408,8 @@ impl Stream {
     fn accepted(&mut self, result: Result<usize, c_int>) -> Result<usize, c_int> {
         match result {
             Err(libc::EAGAIN) => self.full = true,
-            Err(libc::EINTR) | Ok(_) => {}
+            // EFAULT: there is no memory at an address of the program, and nothing was sent.
+            Err(libc::EINTR | libc::EFAULT) | Ok(_) => {}
             Err(e) => {
                 self.fail(e);
                 self.error = 0;

@@ -1,7 +1,7 @@
 //! The hooks that read and write: `read`, `recv`, `send`, `write`, `sendfile` and their variants.
 
 use super::wait::kick;
-use super::{batch, dgram, fail, fail_long};
+use super::{batch, dgram, fail, fail_long, is_nowhere};
 use crate::conn::sock::{self, GONE, Mode, Others, Sock, Wait};
 use crate::conn::table::{self, Entry};
 use crate::conn::worker;
@@ -355,46 +355,99 @@ fn wait_for_credit(
     sys::poll_kicked(fd, libc::POLLIN, kick, left)
 }
 
-/// Returns a buffer of the program for reading, as a list of one.
-///
-/// # Safety
-/// `buf` points to `len` writable bytes.
-unsafe fn one_mut<'a>(buf: *mut c_void, len: size_t) -> [IoSliceMut<'a>; 1] {
-    if buf.is_null() {
-        return [IoSliceMut::new(&mut [])];
-    }
-    // SAFETY: upheld by the caller.
-    [IoSliceMut::new(unsafe {
-        std::slice::from_raw_parts_mut(buf.cast(), len)
-    })]
+/// Why a call cannot use the memory that the program passes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wrong {
+    /// The call fails with this errno at once.
+    Fails(c_int),
+    /// There is no memory at address 0. A call that reads waits until there is something to read, and then fails with EFAULT.
+    Null,
 }
 
-/// Returns a buffer of the program for writing, as a list of one.
+/// The most bytes that the kernel reads or writes in one call.
+const MOST: usize = 0x7fff_f000;
+
+/// Returns a buffer of the program for reading.
 ///
 /// # Safety
-/// `buf` points to `len` readable bytes.
-unsafe fn one<'a>(buf: *const c_void, len: size_t) -> [IoSlice<'a>; 1] {
-    if buf.is_null() {
-        return [IoSlice::new(&[])];
+/// `buf` points to `len` writable bytes, or to no memory (see [`is_nowhere`]).
+#[inline]
+unsafe fn one_mut<'a>(buf: *mut c_void, len: size_t) -> Result<IoSliceMut<'a>, Wrong> {
+    match checked(buf, len)? {
+        0 => Ok(IoSliceMut::new(&mut [])),
+        // SAFETY: upheld by the caller.
+        len => Ok(IoSliceMut::new(unsafe {
+            std::slice::from_raw_parts_mut(buf.cast(), len)
+        })),
     }
+}
+
+/// Returns a buffer of the program for writing.
+///
+/// # Safety
+/// `buf` points to `len` readable bytes, or to no memory (see [`is_nowhere`]).
+#[inline]
+unsafe fn one<'a>(buf: *const c_void, len: size_t) -> Result<IoSlice<'a>, Wrong> {
+    match checked(buf, len)? {
+        0 => Ok(IoSlice::new(&[])),
+        // SAFETY: upheld by the caller.
+        len => Ok(IoSlice::new(unsafe {
+            std::slice::from_raw_parts(buf.cast(), len)
+        })),
+    }
+}
+
+/// Returns the number of bytes of a buffer that one call uses.
+#[inline]
+fn checked(buf: *const c_void, len: size_t) -> Result<usize, Wrong> {
+    match len {
+        1.. if buf.is_null() => Err(Wrong::Null),
+        1.. if is_nowhere(buf) => Err(Wrong::Fails(libc::EFAULT)),
+        _ => Ok(len.min(MOST)),
+    }
+}
+
+/// Returns the element of a list of buffers.
+///
+/// # Safety
+/// The list has this element.
+unsafe fn element(iov: *const iovec, i: usize) -> Result<iovec, Wrong> {
     // SAFETY: upheld by the caller.
-    [IoSlice::new(unsafe {
-        std::slice::from_raw_parts(buf.cast(), len)
-    })]
+    let v = unsafe { *iov.add(i) };
+    if isize::try_from(v.iov_len).is_err() {
+        return Err(Wrong::Fails(libc::EINVAL));
+    }
+    Ok(v)
+}
+
+/// Checks a list of `n` buffers. `too_long`: the errno for a list that the kernel does not accept.
+fn check_list(iov: *const iovec, n: usize, too_long: c_int) -> Result<(), Wrong> {
+    if n > limits::BUFFERS {
+        return Err(Wrong::Fails(too_long));
+    }
+    if n > 0 && is_nowhere(iov) {
+        return Err(Wrong::Fails(libc::EFAULT));
+    }
+    Ok(())
 }
 
 /// Returns a list of buffers for reading.
 ///
 /// # Safety
-/// The requirements of `readv` apply.
-unsafe fn list_mut<'a>(iov: *const iovec, n: usize) -> Vec<IoSliceMut<'a>> {
+/// The requirements of `readv` apply, but addresses may be those of no memory (see [`is_nowhere`]).
+unsafe fn list_mut<'a>(
+    iov: *const iovec,
+    n: usize,
+    too_long: c_int,
+) -> Result<Vec<IoSliceMut<'a>>, Wrong> {
+    check_list(iov, n, too_long)?;
     (0..n)
         .map(|i| {
             // SAFETY: upheld by the caller.
-            let v = unsafe { *iov.add(i) };
-            // SAFETY: upheld by the caller.
-            let [one] = unsafe { one_mut(v.iov_base, v.iov_len) };
-            one
+            unsafe {
+                let v = element(iov, i)?;
+                one_mut(v.iov_base, v.iov_len)
+            }
         })
         .collect()
 }
@@ -402,17 +455,96 @@ unsafe fn list_mut<'a>(iov: *const iovec, n: usize) -> Vec<IoSliceMut<'a>> {
 /// Returns a list of buffers for writing.
 ///
 /// # Safety
-/// The requirements of `writev` apply.
-unsafe fn list<'a>(iov: *const iovec, n: usize) -> Vec<IoSlice<'a>> {
+/// The requirements of `writev` apply, but addresses may be those of no memory (see [`is_nowhere`]).
+unsafe fn list<'a>(
+    iov: *const iovec,
+    n: usize,
+    too_long: c_int,
+) -> Result<Vec<IoSlice<'a>>, Wrong> {
+    check_list(iov, n, too_long)?;
     (0..n)
         .map(|i| {
             // SAFETY: upheld by the caller.
-            let v = unsafe { *iov.add(i) };
-            // SAFETY: upheld by the caller.
-            let [one] = unsafe { one(v.iov_base, v.iov_len) };
-            one
+            unsafe {
+                let v = element(iov, i)?;
+                one(v.iov_base, v.iov_len)
+            }
         })
         .collect()
+}
+
+/// Returns the number of bytes in a list of buffers, whose addresses do not matter.
+///
+/// # Safety
+/// The requirements of [`list_mut`] apply.
+unsafe fn total(iov: *const iovec, n: usize) -> Result<usize, Wrong> {
+    check_list(iov, n, libc::EMSGSIZE)?;
+    (0..n).try_fold(0usize, |all, i| {
+        // SAFETY: upheld by the caller.
+        let v = unsafe { element(iov, i) }?;
+        Ok(all.saturating_add(v.iov_len))
+    })
+}
+
+/// Handles a read into memory that cannot be used. What could be read stays unread.
+#[cold]
+fn receive_wrong(fd: c_int, sock: &'static Sock, wrong: Wrong, flags: c_int) -> isize {
+    if let Wrong::Fails(errno) = wrong {
+        return fail_long(errno);
+    }
+    let mut byte = [0];
+    let flags = flags & !libc::MSG_WAITALL | libc::MSG_PEEK;
+    match receive(fd, sock, &mut [IoSliceMut::new(&mut byte)], flags) {
+        1.. => fail_long(libc::EFAULT),
+        n => n,
+    }
+}
+
+/// Reads into one buffer.
+///
+/// # Safety
+/// The requirements of [`one_mut`] apply.
+#[inline]
+unsafe fn receive_one(
+    fd: c_int,
+    sock: &'static Sock,
+    buf: *mut c_void,
+    len: size_t,
+    flags: c_int,
+) -> isize {
+    // SAFETY: upheld by the caller.
+    match unsafe { one_mut(buf, len) } {
+        Ok(one) => receive(fd, sock, &mut [one], flags),
+        Err(wrong) => receive_wrong(fd, sock, wrong, flags),
+    }
+}
+
+/// Fails a write from memory that cannot be used.
+#[cold]
+fn transmit_wrong(wrong: Wrong) -> isize {
+    fail_long(match wrong {
+        Wrong::Fails(errno) => errno,
+        Wrong::Null => libc::EFAULT,
+    })
+}
+
+/// Writes one buffer.
+///
+/// # Safety
+/// The requirements of [`one`] apply.
+#[inline]
+unsafe fn transmit_one(
+    fd: c_int,
+    sock: &'static Sock,
+    buf: *const c_void,
+    len: size_t,
+    flags: c_int,
+) -> isize {
+    // SAFETY: upheld by the caller.
+    match unsafe { one(buf, len) } {
+        Ok(one) => transmit(fd, sock, &mut [one], flags),
+        Err(wrong) => transmit_wrong(wrong),
+    }
 }
 
 /// See `read(2)`.
@@ -423,7 +555,7 @@ unsafe fn list<'a>(iov: *const iovec, n: usize) -> Vec<IoSlice<'a>> {
 pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
     match reader(fd, 0) {
         // SAFETY: upheld by the caller.
-        Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, 0),
+        Some(sock) => unsafe { receive_one(fd, sock, buf, len, 0) },
         // SAFETY: upheld by the caller.
         None => unsafe { dgram::read(fd, buf, len).unwrap_or_else(|| real::read(fd, buf, len)) },
     }
@@ -463,7 +595,7 @@ pub unsafe extern "C-unwind" fn recv(
         // The program's memory may be shorter than `len`, which counts the bytes to discard.
         Some(sock) if flags & libc::MSG_TRUNC != 0 => discard(fd, sock, len, flags),
         // SAFETY: upheld by the caller.
-        Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags),
+        Some(sock) => unsafe { receive_one(fd, sock, buf, len, flags) },
         // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::recvfrom(fd, buf, len, flags, null_mut(), null_mut())
@@ -516,7 +648,7 @@ pub unsafe extern "C-unwind" fn recvfrom(
                 return discard(fd, sock, len, flags);
             }
             // SAFETY: upheld by the caller.
-            receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags)
+            unsafe { receive_one(fd, sock, buf, len, flags) }
         }
         // SAFETY: upheld by the caller.
         None => unsafe {
@@ -555,11 +687,12 @@ pub unsafe extern "C-unwind" fn __recvfrom_chk(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
     match reader(fd, 0) {
-        Some(_) if !(0..=1024).contains(&n) => fail_long(libc::EINVAL),
         Some(sock) => {
-            // SAFETY: upheld by the caller.
-            let mut parts = unsafe { list_mut(iov, n as usize) };
-            receive(fd, sock, &mut parts, 0)
+            // SAFETY: upheld by the caller. A negative number is larger than any list.
+            match unsafe { list_mut(iov, n as usize, libc::EINVAL) } {
+                Ok(mut parts) => receive(fd, sock, &mut parts, 0),
+                Err(wrong) => receive_wrong(fd, sock, wrong, 0),
+            }
         }
         // SAFETY: upheld by the caller.
         None => unsafe { dgram::readv(fd, iov, n).unwrap_or_else(|| real::readv(fd, iov, n)) },
@@ -573,16 +706,21 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t {
     match reader(fd, flags) {
-        Some(sock) if !msg.is_null() => {
+        Some(sock) if !is_nowhere(msg) => {
             // SAFETY: upheld by the caller.
-            let mut parts = unsafe { list_mut((*msg).msg_iov, (*msg).msg_iovlen.min(1024)) };
+            let (iov, count) = unsafe { ((*msg).msg_iov, (*msg).msg_iovlen) };
             let n = if flags & libc::MSG_TRUNC != 0 {
-                let len = parts
-                    .iter()
-                    .fold(0usize, |n, part| n.saturating_add(part.len()));
-                discard(fd, sock, len, flags)
+                // SAFETY: upheld by the caller.
+                match unsafe { total(iov, count) } {
+                    Ok(len) => discard(fd, sock, len, flags),
+                    Err(wrong) => receive_wrong(fd, sock, wrong, flags),
+                }
             } else {
-                receive(fd, sock, &mut parts, flags)
+                // SAFETY: upheld by the caller.
+                match unsafe { list_mut(iov, count, libc::EMSGSIZE) } {
+                    Ok(mut parts) => receive(fd, sock, &mut parts, flags),
+                    Err(wrong) => receive_wrong(fd, sock, wrong, flags),
+                }
             };
             if n >= 0 {
                 // SAFETY: upheld by the caller.
@@ -620,6 +758,9 @@ pub unsafe extern "C-unwind" fn recvmmsg(
                 .unwrap_or_else(|| real::recvmmsg(fd, msgs, n, flags, timeout))
         };
     }
+    if is_nowhere(msgs) {
+        return fail(libc::EFAULT);
+    }
     let begin = Instant::now();
     // SAFETY: the program passes a time or null.
     let limit = unsafe { timeout.as_ref() }.and_then(|t| {
@@ -656,7 +797,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
 pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
     match stream(fd, true) {
         // SAFETY: upheld by the caller.
-        Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, 0),
+        Some(sock) => unsafe { transmit_one(fd, sock, buf, len, 0) },
         // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::sendto(fd, buf, len, 0, null(), 0).unwrap_or_else(|| real::write(fd, buf, len))
@@ -677,7 +818,7 @@ pub unsafe extern "C-unwind" fn send(
 ) -> ssize_t {
     match stream(fd, true) {
         // SAFETY: upheld by the caller.
-        Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
+        Some(sock) => unsafe { transmit_one(fd, sock, buf, len, flags) },
         // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::sendto(fd, buf, len, flags, null(), 0)
@@ -701,7 +842,7 @@ pub unsafe extern "C-unwind" fn sendto(
 ) -> ssize_t {
     match stream(fd, true) {
         // SAFETY: upheld by the caller.
-        Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
+        Some(sock) => unsafe { transmit_one(fd, sock, buf, len, flags) },
         // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::sendto(fd, buf, len, flags, addr, alen)
@@ -717,11 +858,12 @@ pub unsafe extern "C-unwind" fn sendto(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
     match stream(fd, true) {
-        Some(_) if !(0..=1024).contains(&n) => fail_long(libc::EINVAL),
         Some(sock) => {
-            // SAFETY: upheld by the caller.
-            let mut parts = unsafe { list(iov, n as usize) };
-            transmit(fd, sock, &mut parts, 0)
+            // SAFETY: upheld by the caller. A negative number is larger than any list.
+            match unsafe { list(iov, n as usize, libc::EINVAL) } {
+                Ok(mut parts) => transmit(fd, sock, &mut parts, 0),
+                Err(wrong) => transmit_wrong(wrong),
+            }
         }
         // SAFETY: upheld by the caller.
         None => unsafe { dgram::writev(fd, iov, n).unwrap_or_else(|| real::writev(fd, iov, n)) },
@@ -734,12 +876,12 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
 /// # Safety
 /// The requirements of `sendmsg` apply.
 unsafe fn hand_over(msg: *const msghdr) {
-    if msg.is_null() {
+    if is_nowhere(msg) {
         return;
     }
     // SAFETY: upheld by the caller; the control part has the format of cmsg(3).
     unsafe {
-        if (*msg).msg_control.is_null() {
+        if is_nowhere((*msg).msg_control) {
             return;
         }
         let mut at = libc::CMSG_FIRSTHDR(msg);
@@ -780,10 +922,12 @@ pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_
     // SAFETY: upheld by the caller.
     unsafe { hand_over(msg) };
     match stream(fd, true) {
-        Some(sock) if !msg.is_null() => {
+        Some(sock) if !is_nowhere(msg) => {
             // SAFETY: upheld by the caller.
-            let mut parts = unsafe { list((*msg).msg_iov, (*msg).msg_iovlen.min(1024)) };
-            transmit(fd, sock, &mut parts, flags)
+            match unsafe { list((*msg).msg_iov, (*msg).msg_iovlen, libc::EMSGSIZE) } {
+                Ok(mut parts) => transmit(fd, sock, &mut parts, flags),
+                Err(wrong) => transmit_wrong(wrong),
+            }
         }
         // SAFETY: upheld by the caller.
         _ => unsafe {
@@ -804,7 +948,7 @@ pub unsafe extern "C-unwind" fn sendmmsg(
     flags: c_int,
 ) -> c_int {
     if stream(fd, true).is_none() {
-        let all = if msgs.is_null() { 0 } else { n.min(1024) };
+        let all = if is_nowhere(msgs) { 0 } else { n.min(1024) };
         for i in 0..all as usize {
             // SAFETY: upheld by the caller.
             unsafe { hand_over(&raw const (*msgs.add(i)).msg_hdr) };
@@ -814,6 +958,9 @@ pub unsafe extern "C-unwind" fn sendmmsg(
             batch::sendmmsg(fd, msgs, n, flags)
                 .unwrap_or_else(|| real::sendmmsg(fd, msgs, n, flags))
         };
+    }
+    if is_nowhere(msgs) {
+        return fail(libc::EFAULT);
     }
     for i in 0..n as usize {
         // SAFETY: upheld by the caller.
@@ -842,6 +989,9 @@ pub unsafe extern "C-unwind" fn sendfile(
         // SAFETY: upheld by the caller.
         return unsafe { real::sendfile(out, from, offset, n) };
     };
+    if !offset.is_null() && is_nowhere(offset) {
+        return fail_long(libc::EFAULT);
+    }
     // SAFETY: upheld by the caller; `lseek` takes no pointer.
     let at = unsafe {
         if offset.is_null() {

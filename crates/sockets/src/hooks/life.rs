@@ -1,7 +1,7 @@
 //! The hooks for the life of descriptors: socket, connect, accept, dup, close, exec, and socket options.
 
 use super::reliable as pairs;
-use super::{dgram, fail};
+use super::{dgram, fail, is_nowhere};
 use crate::conn::answers;
 use crate::conn::dgram::Dgram;
 use crate::conn::early;
@@ -624,7 +624,7 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
     if (request == libc::FIONREAD || request == libc::TIOCOUTQ)
         && let Some(sock) = table::sock(fd)
         && sock.decide(fd, false) == State::Up
-        && !value.is_null()
+        && !is_nowhere(value)
     {
         // SAFETY: upheld by the caller.
         if request == libc::TIOCOUTQ && unsafe { real::ioctl(fd, request, arg) } < 0 {
@@ -651,7 +651,7 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         return 0;
     }
     if request == libc::FIONREAD
-        && !value.is_null()
+        && !is_nowhere(value)
         && let Some(length) = dgram::readable(fd)
     {
         // SAFETY: upheld by the caller; the argument points to an int.
@@ -769,7 +769,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
         libc::SOL_SOCKET => match name {
             libc::SO_ZEROCOPY | libc::SO_OOBINLINE => true,
             // The kernel would count the bytes of messages, not those of the program.
-            libc::SO_RCVLOWAT if !value.is_null() && len as usize >= size_of::<c_int>() => {
+            libc::SO_RCVLOWAT if !is_nowhere(value) && len as usize >= size_of::<c_int>() => {
                 // SAFETY: upheld by the caller.
                 unsafe { value.cast::<c_int>().read_unaligned() > 1 }
             }
@@ -792,7 +792,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
     if let Some(which) = delay(level, name)
         && let Some(sock) = table::sock(fd)
         && sock.mode() == State::Up
-        && !value.is_null()
+        && !is_nowhere(value)
         && len as usize >= size_of::<c_int>()
     {
         // SAFETY: upheld by the caller.
@@ -809,7 +809,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
         }
     }
     if let Some(dgram) = table::dgram(fd) {
-        let has_number = !value.is_null() && len as usize >= size_of::<c_int>();
+        let has_number = !is_nowhere(value) && len as usize >= size_of::<c_int>();
         let number = if has_number {
             // SAFETY: upheld by the caller.
             unsafe { value.cast::<c_int>().read_unaligned() }

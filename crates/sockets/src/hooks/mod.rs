@@ -31,3 +31,11 @@ pub(crate) fn fail_long(e: c_int) -> isize {
     sys::set_errno(e);
     -1
 }
+
+/// Returns whether no object of the program can be at this address: it is in the first or the last page, like NULL, other small numbers and
+/// -1. The kernel's calls fail with EFAULT there.
+#[inline]
+pub(crate) fn is_nowhere<T>(at: *const T) -> bool {
+    const PAGE: usize = 4096;
+    at.addr().wrapping_add(PAGE) < 2 * PAGE
+}

@@ -1,6 +1,6 @@
 //! The hooks that wait: `poll`, `select`, `epoll_wait` and their variants.
 
-use super::fail;
+use super::{fail, is_nowhere};
 use crate::conn::early;
 use crate::conn::reliable::LIVE as RELIABLE;
 use crate::conn::set::Call;
@@ -335,7 +335,7 @@ fn restore(fds: &mut [pollfd], wanted: &[i16]) {
 /// # Safety
 /// The requirements of `poll` apply.
 unsafe fn list<'a>(fds: *mut pollfd, n: nfds_t) -> &'a mut [pollfd] {
-    if fds.is_null() {
+    if is_nowhere(fds) {
         return &mut [];
     }
     // SAFETY: upheld by the caller.
@@ -447,7 +447,8 @@ fn select_with(
     until: impl FnOnce() -> Until,
     mask: *const sigset_t,
 ) -> Option<c_int> {
-    if is_unused() || n < 0 {
+    let is_wrong = |set: *mut fd_set| !set.is_null() && is_nowhere(set);
+    if is_unused() || n < 0 || [r, w, e].into_iter().any(is_wrong) {
         return None;
     }
     let mut fds = Vec::new();
@@ -591,12 +592,13 @@ pub unsafe extern "C-unwind" fn epoll_ctl(
             if sock.mode() == Mode::Accepted && op != libc::EPOLL_CTL_DEL {
                 sock.decide(fd, false);
             }
-            if sock.mode() == Mode::Plain || table::sock(fd).is_none() {
+            let is_wrong = op != libc::EPOLL_CTL_DEL && is_nowhere(event);
+            if is_wrong || sock.mode() == Mode::Plain || table::sock(fd).is_none() {
                 // SAFETY: upheld by the caller.
                 return unsafe { real::epoll_ctl(epfd, op, fd, event) };
             }
             // SAFETY: upheld by the caller.
-            let event = (!event.is_null()).then(|| unsafe { event.read_unaligned() });
+            let event = (!is_nowhere(event)).then(|| unsafe { event.read_unaligned() });
             set.control(op, fd, event, sock).map_or_else(fail, |()| 0)
         }
         (Entry::Set(set), Entry::Tcp) => {
@@ -637,7 +639,7 @@ fn epoll(
     let set = table::set(epfd).filter(|s| s.is_used())?;
     let most = usize::try_from(n)
         .ok()
-        .filter(|n| *n > 0 && !events.is_null())?;
+        .filter(|n| *n > 0 && !is_nowhere(events))?;
     // SAFETY: the program's array has this many elements.
     let out = unsafe { std::slice::from_raw_parts_mut(events, most) };
     let mut until_known = None;
