@@ -697,6 +697,43 @@ static const char *event_behind_data(size_t which)
 	return NULL;
 }
 
+/* An edge-triggered set reports room although the peer's permission to send has arrived before the writer needs it, behind unread data. */
+static const char *room_behind_unread_data_before(size_t arg)
+{
+	static char block[50000], unread[120000];
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	/* The peer reads as fast as it can. */
+	for (int i = 0; i < 64; i++) {
+		ENSURE(write(p.a, block, sizeof block) == sizeof block, "write: %s", strerror(errno));
+		TRY(take_all(p.b, sizeof block));
+	}
+	TRY(nonblocking(p.a));
+	for (int pieces = 0; pieces < 16; pieces++) {
+		size_t total;
+		int set;
+
+		TRY(new_set(&set));
+		TRY(add(set, p.a, EPOLLIN | EPOLLOUT | EPOLLET, 1));
+		TRY(reports(set, EPOLLOUT, 1));
+		ENSURE(write(p.b, unread, sizeof unread) == sizeof unread, "write: %s", strerror(errno));
+		for (int i = 0; i < pieces; i++) {
+			ENSURE(write(p.a, block, sizeof block) == sizeof block, "write: %s", strerror(errno));
+			TRY(take_all(p.b, sizeof block));
+		}
+		while (epoll_wait(set, &(struct epoll_event){ 0 }, 1, SHORT_MS) == 1)
+			;
+		TRY(fill(p.a, &total));
+		TRY(take_all(p.b, total));
+		TRY(reports(set, EPOLLIN | EPOLLOUT, 1));
+		TRY(take_all(p.a, sizeof unread));
+		close(set);
+	}
+	return NULL;
+}
+
 static bool leaks_are_unknown;
 
 /*
@@ -3428,6 +3465,7 @@ static const struct test tests[] = {
 	{ "ends_at_once", ends_at_once, 0, 0, false },
 	{ "copied_set", copied_set, 0, 0, false },
 	{ "room_behind_unread_data", event_behind_data, LIMIT, 0, false },
+	{ "room_behind_unread_data_before", room_behind_unread_data_before, 0, 0, false },
 	{ "urgent_behind_unread_data", event_behind_data, URGENT, 0, false },
 	{ "closed_before_use", closed_before_use, CLOSED_AT_ONCE, 0, false },
 	{ "closed_before_use_by_exit", closed_before_use, CLOSED_BY_EXIT, 0, false },

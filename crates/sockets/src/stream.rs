@@ -1724,9 +1724,13 @@ impl Stream {
         }
         if may_pull
             && !self.plain
-            && (self.start.is_some() || self.credit() == 0 || self.is_unread())
+            && (self.start.is_some() || self.credit() <= self.held.len() || self.is_unread())
         {
-            self.pull(fd, None, limits::WAIT_READ);
+            // An edge-triggered set has reported all bytes in the carrier's buffer, and does not report a limit among them again.
+            while self.pull(fd, None, limits::WAIT_READ)
+                && self.credit() <= self.held.len()
+                && !self.plain
+            {}
             if self.error != 0 {
                 return Err(self.take_error());
             }
@@ -1852,7 +1856,11 @@ impl Stream {
             self.pull(fd, None, limits::WAIT_READ);
         }
         if !self.queue.is_empty() || sys::linger(fd) == Some(0) {
-            // Unread data is lost, so the peer's connection is reset, as TCP does.
+            // Unread data is lost, so the peer's connection is reset, as TCP does. What the program has written before the peer's Reply is
+            // sent, as the kernel would have sent it already.
+            if !self.held.is_empty() {
+                self.send_early(fd);
+            }
             sys::reset_on_close(fd);
             return false;
         }
