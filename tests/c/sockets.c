@@ -1216,6 +1216,140 @@ static const char *urgent(size_t arg)
 	return NULL;
 }
 
+/* Waits until an urgent byte has arrived. */
+static const char *has_urgent(int fd)
+{
+	ENSURE(poll(&(struct pollfd){ .fd = fd, .events = POLLPRI }, 1, LONG_MS) == 1, "no urgent byte arrives");
+	return NULL;
+}
+
+enum { SKIPPED_BYTE, INLINE };
+
+/* A read ends before the urgent byte, and the next one skips it, or begins with it if SO_OOBINLINE is set. */
+static const char *urgent_mark(size_t how)
+{
+	char bytes[16] = "";
+	struct pollfd ready = { .events = POLLIN | POLLPRI };
+	struct timeval none = { 0 };
+	struct pair p;
+	fd_set reads, urgents;
+	int waiting, set;
+	ssize_t n;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	if (how == INLINE)
+		ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_OOBINLINE, &(int){ 1 }, sizeof(int)), "SO_OOBINLINE: %s", strerror(errno));
+	ENSURE(sockatmark(p.b) == 0, "there is a mark before the urgent byte was sent");
+	ENSURE(recv(p.b, bytes, 1, MSG_OOB | MSG_DONTWAIT) < 0 && errno == EINVAL, "MSG_OOB without an urgent byte: %s", strerror(errno));
+	TRY(add(set, p.b, EPOLLPRI | EPOLLET, 1));
+	TRY(text(p.a, "before"));
+	ENSURE(send(p.a, "!", 1, MSG_OOB) == 1, "send: %s", strerror(errno));
+	TRY(text(p.a, "behind"));
+	TRY(has_urgent(p.b));
+	TRY(reports(set, EPOLLPRI, 1));
+	TRY(is_quiet(set));
+	FD_ZERO(&reads);
+	FD_ZERO(&urgents);
+	FD_SET(p.b, &reads);
+	FD_SET(p.b, &urgents);
+	ENSURE(select(p.b + 1, &reads, NULL, &urgents, &none) == 2 && FD_ISSET(p.b, &urgents), "select does not report the urgent byte");
+	/* All has arrived. */
+	for (int i = 0; i < 100; i++) {
+		ENSURE(!ioctl(p.b, FIONREAD, &waiting), "FIONREAD: %s", strerror(errno));
+		if (waiting == (how == INLINE ? 13 : 6))
+			break;
+		sleep_ms(1);
+	}
+	ENSURE(waiting == (how == INLINE ? 13 : 6), "FIONREAD: %d bytes", waiting);
+	ENSURE(recv(p.b, bytes, sizeof bytes, MSG_PEEK) == 6, "a read with MSG_PEEK does not end before the urgent byte");
+	n = recv(p.b, bytes, 3, 0);
+	ENSURE(n == 3 && sockatmark(p.b) == 0, "a mark is reported in the middle of the data before it");
+	n = recv(p.b, bytes, sizeof bytes, MSG_WAITALL);
+	ENSURE(n == 3 && !memcmp(bytes, "ore", 3), "a read returns %zd bytes before the mark", n);
+	ENSURE(sockatmark(p.b) == 1, "sockatmark does not report the mark");
+	ENSURE(!ioctl(p.b, SIOCATMARK, &waiting) && waiting == 1, "SIOCATMARK does not report the mark");
+	if (how == INLINE) {
+		ENSURE(recv(p.b, bytes, 1, MSG_OOB) < 0 && errno == EINVAL, "MSG_OOB with SO_OOBINLINE: %s", strerror(errno));
+	} else {
+		ENSURE(recv(p.b, bytes, sizeof bytes, MSG_OOB | MSG_PEEK) == 1 && bytes[0] == '!', "MSG_OOB and MSG_PEEK: %s", strerror(errno));
+		ENSURE(recv(p.b, bytes, sizeof bytes, MSG_OOB) == 1 && bytes[0] == '!', "MSG_OOB: %s", strerror(errno));
+		ENSURE(recv(p.b, bytes, sizeof bytes, MSG_OOB) < 0 && errno == EINVAL, "the urgent byte can be read twice");
+		ready.fd = p.b;
+		ENSURE(poll(&ready, 1, 0) == 1 && ready.revents == POLLIN, "events %#x after the urgent byte was read", ready.revents);
+		ENSURE(sockatmark(p.b) == 1, "sockatmark does not report the mark after the urgent byte was read");
+	}
+	n = recv(p.b, bytes, sizeof bytes, MSG_PEEK);
+	TRY(takes(p.b, how == INLINE ? "!behind" : "behind"));
+	ENSURE(n == (how == INLINE ? 7 : 6), "MSG_PEEK returns %zd bytes behind the mark", n);
+	ENSURE(sockatmark(p.b) == 0, "the mark stays");
+	/* An urgent byte that is passed without MSG_OOB is lost. */
+	ENSURE(send(p.a, "ab?", 3, MSG_OOB) == 3, "send: %s", strerror(errno));
+	TRY(text(p.a, "c"));
+	TRY(has_urgent(p.b));
+	TRY(takes(p.b, "ab"));
+	TRY(takes(p.b, how == INLINE ? "?c" : "c"));
+	ENSURE(recv(p.b, bytes, 1, MSG_OOB | MSG_DONTWAIT) < 0 && errno == EINVAL, "a passed urgent byte can be read");
+	ready = (struct pollfd){ .fd = p.b, .events = POLLIN | POLLPRI };
+	ENSURE(!poll(&ready, 1, 0), "events %#x after all was read", ready.revents);
+	/* Of two urgent bytes the first one becomes an ordinary one. */
+	ENSURE(send(p.a, "x1", 2, MSG_OOB) == 2 && send(p.a, "y2", 2, MSG_OOB) == 2, "send: %s", strerror(errno));
+	TRY(text(p.a, "z"));
+	for (int i = 0; i < 1000 && (ioctl(p.b, FIONREAD, &waiting), waiting != (how == INLINE ? 5 : 3)); i++)
+		sleep_ms(1);
+	TRY(takes(p.b, "x1y"));
+	ENSURE(sockatmark(p.b) == 1, "sockatmark does not report the second mark");
+	return takes(p.b, how == INLINE ? "2z" : "z");
+}
+
+/* An urgent byte alone is not readable data. A blocked read continues behind it. */
+static const char *urgent_alone(size_t arg)
+{
+	struct pollfd ready = { .events = POLLIN | POLLPRI };
+	char byte = 0;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	ready.fd = p.b;
+	ENSURE(send(p.a, "!", 1, MSG_OOB) == 1, "send: %s", strerror(errno));
+	ENSURE(poll(&ready, 1, LONG_MS) == 1 && ready.revents == POLLPRI, "events %#x", ready.revents);
+	ENSURE(sockatmark(p.b) == 1, "sockatmark does not report the mark");
+	ENSURE(recv(p.b, &byte, 1, MSG_OOB) == 1 && byte == '!', "MSG_OOB: %s", strerror(errno));
+	ENSURE(!poll(&ready, 1, 0), "events %#x", ready.revents);
+	TRY(text(p.a, "data"));
+	TRY(takes(p.b, "data"));
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	ENSURE(read(p.b, &byte, 1) == 0, "the end does not follow");
+	return NULL;
+}
+
+/* The urgent byte is sent before the other end has used the connection. */
+static const char *urgent_at_once(size_t refused)
+{
+	char bytes[16] = "";
+	struct pair p;
+	FILE *f;
+
+	TRY(accepted(&p));
+	ENSURE(send(p.a, "abc", 3, MSG_OOB) == 3, "send: %s", strerror(errno));
+	ENSURE(send(p.a, "def", 3, 0) == 3, "send: %s", strerror(errno));
+	if (refused) {
+		/* The other end does not use the library. */
+		f = fdopen(dup(p.b), "r");
+		ENSURE(f, "fdopen: %s", strerror(errno));
+		fclose(f);
+	}
+	ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "nothing arrives");
+	/* The first end sends the rest when it has got the answer. */
+	poll(&(struct pollfd){ .fd = p.a, .events = POLLIN }, 1, SHORT_MS);
+	TRY(has_urgent(p.b));
+	ENSURE(read(p.b, bytes, sizeof bytes) == 2 && !memcmp(bytes, "ab", 2), "'%.2s' is before the urgent byte", bytes);
+	ENSURE(sockatmark(p.b) == 1, "sockatmark does not report the mark");
+	ENSURE(recv(p.b, bytes, sizeof bytes, MSG_OOB) == 1 && bytes[0] == 'c', "the urgent byte is '%c'", bytes[0]);
+	return takes(p.b, "def");
+}
+
 /* SO_RCVLOWAT is set on an accepted connection from which nothing was read yet. */
 static const char *low_water_later(size_t arg)
 {
@@ -3487,6 +3621,11 @@ static const struct test tests[] = {
 	{ "low_water", low_water, 0, 0, false },
 	{ "low_water_later", low_water_later, 0, 0, false },
 	{ "urgent", urgent, 0, 0, false },
+	{ "urgent_mark", urgent_mark, SKIPPED_BYTE, 0, false },
+	{ "urgent_mark_inline", urgent_mark, INLINE, 0, false },
+	{ "urgent_alone", urgent_alone, 0, 0, false },
+	{ "urgent_at_once", urgent_at_once, 0, 0, false },
+	{ "urgent_at_once_refused", urgent_at_once, 1, 0, false },
 	{ "two_readers", two_readers, 64000, 0, false },
 	{ "two_readers_short", two_readers, 10, 0, false },
 	{ "short_writes_block", short_writes_block, 0, 0, false },

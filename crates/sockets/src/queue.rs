@@ -41,6 +41,15 @@ pub fn used() -> usize {
     USED.load(Ordering::Relaxed)
 }
 
+/// The urgent byte that arrived last.
+#[derive(Debug, Clone, Copy)]
+struct Urgent {
+    /// Its place among the unread bytes.
+    at: usize,
+    /// A call with MSG_OOB has read it.
+    is_read: bool,
+}
+
 /// A byte queue. Bytes at the end may be unverified (their CRC has not been checked yet); these cannot be read. The last bytes may be in
 /// memory that the peer shares, and are copied when they are read.
 #[derive(Debug)]
@@ -52,6 +61,10 @@ pub struct Queue {
     memory: Option<Box<Reader>>,
     /// An empty queue gives its buffer to other queues.
     shares: bool,
+    /// As in TCP, the urgent byte is one of the bytes in the queue. A read ends before it, and the next read skips it, or with `inline` begins
+    /// with it.
+    urgent: Option<Urgent>,
+    inline: bool,
 }
 
 /// The capacity in bytes that an empty queue keeps if it does not share.
@@ -72,7 +85,55 @@ impl Queue {
             unverified: 0,
             memory: None,
             shares,
+            urgent: None,
+            inline: false,
         }
+    }
+
+    /// Sets `SO_OOBINLINE`.
+    pub fn set_inline(&mut self, inline: bool) {
+        self.inline = inline;
+    }
+
+    /// Appends an urgent byte. An earlier one becomes an ordinary byte, unless it is the next one.
+    pub fn push_urgent(&mut self, byte: u8, verified: bool) {
+        self.skip_urgent();
+        self.push(&[byte], verified);
+        self.urgent = Some(Urgent {
+            at: self.bytes.len() - self.from - 1,
+            is_read: false,
+        });
+    }
+
+    /// Returns whether the next byte is the urgent one.
+    pub fn is_at_urgent(&self) -> bool {
+        self.urgent.is_some_and(|urgent| urgent.at == 0) && !self.verified().is_empty()
+    }
+
+    /// Returns the urgent byte if no call has read it.
+    pub fn urgent(&self) -> Option<u8> {
+        let urgent = self.urgent.filter(|urgent| !urgent.is_read)?;
+        self.verified().get(urgent.at).copied()
+    }
+
+    /// Records that a call with MSG_OOB has read the urgent byte.
+    pub fn read_urgent(&mut self) {
+        if let Some(urgent) = &mut self.urgent {
+            urgent.is_read = true;
+        }
+    }
+
+    /// Removes the urgent byte if it is the next one and not read like others.
+    fn skip_urgent(&mut self) {
+        if self.is_at_urgent() && !self.inline {
+            self.urgent = None;
+            self.consume(1);
+        }
+    }
+
+    /// Returns how many of the next bytes a read skips.
+    fn skipped(&self) -> usize {
+        usize::from(self.is_at_urgent() && !self.inline)
     }
 
     /// Sets the memory in which the peer puts bytes.
@@ -126,7 +187,9 @@ impl Queue {
 
     /// Copies as many readable bytes as fit to the program's buffers. They stay in the queue.
     pub fn peek_into(&self, dest: &mut Dest<'_, '_>) {
-        if dest.put(self.peek()) < self.peek().len() {
+        let ends_before = self.urgent.is_some_and(|urgent| urgent.at > 0);
+        let bytes = self.peek().get(self.skipped()..).unwrap_or(&[]);
+        if dest.put(bytes) < bytes.len() || ends_before {
             return;
         }
         if let Some(memory) = &self.memory {
@@ -141,6 +204,12 @@ impl Queue {
 
     /// Moves readable bytes to the program's buffers: as many as fit, but at most a piece ([`limits::MEMORY_PIECE`]) out of the memory.
     pub fn take(&mut self, dest: &mut Dest<'_, '_>) {
+        if self.is_at_urgent() && !dest.is_full() {
+            if dest.done() > 0 {
+                return;
+            }
+            self.skip_urgent();
+        }
         if self.bytes.len() > self.from + self.unverified {
             let n = dest.put(self.peek());
             self.consume(n);
@@ -157,9 +226,18 @@ impl Queue {
         }
     }
 
-    /// Returns the number of readable bytes.
+    /// Returns the number of readable bytes, without an urgent one that the next read skips.
     pub fn len(&self) -> usize {
-        self.bytes.len() - self.from - self.unverified + self.in_memory()
+        let all = self.verified().len() + self.in_memory();
+        all.saturating_sub(self.skipped())
+    }
+
+    /// Returns the number of bytes for `FIONREAD`: those before the urgent one.
+    pub fn available(&self) -> usize {
+        match self.urgent {
+            Some(urgent) if !self.inline => urgent.at.min(self.verified().len()),
+            _ => self.len(),
+        }
     }
 
     /// Returns whether no bytes are readable.
@@ -215,16 +293,35 @@ impl Queue {
         self.unverified = 0;
     }
 
-    /// Returns the readable bytes in the buffer: those in memory are not among them.
-    pub fn peek(&self) -> &[u8] {
+    /// Returns the verified bytes in the buffer.
+    fn verified(&self) -> &[u8] {
         self.bytes
             .get(self.from..self.bytes.len() - self.unverified)
             .unwrap_or(&[])
     }
 
+    /// Returns the readable bytes in the buffer, up to an urgent one behind them. Those in memory are not among them.
+    pub fn peek(&self) -> &[u8] {
+        let all = self.verified();
+        match self.urgent {
+            Some(Urgent { at: at @ 1.., .. }) => all.get(..at).unwrap_or(all),
+            _ => all,
+        }
+    }
+
     /// Removes the first `n` readable bytes of the buffer.
     pub fn consume(&mut self, n: usize) {
-        self.from += n.min(self.bytes.len() - self.from - self.unverified);
+        let n = n.min(self.bytes.len() - self.from - self.unverified);
+        self.from += n;
+        if n > 0
+            && let Some(urgent) = self.urgent.take()
+            && urgent.at >= n
+        {
+            self.urgent = Some(Urgent {
+                at: urgent.at - n,
+                ..urgent
+            });
+        }
         if self.from == self.bytes.len() {
             self.from = 0;
             self.bytes.clear();
@@ -399,6 +496,62 @@ mod tests {
         assert_eq!(dest.done(), 6);
         assert_eq!(&rest[..6], b"defghi");
         assert!(q.is_empty());
+    }
+
+    /// Reads at most `most` bytes.
+    fn read(q: &mut Queue, most: usize) -> Vec<u8> {
+        let mut bytes = vec![0; most];
+        let mut parts = [IoSliceMut::new(&mut bytes)];
+        let mut dest = Dest::new(&mut parts);
+        q.take(&mut dest);
+        let n = dest.done();
+        bytes.truncate(n);
+        bytes
+    }
+
+    #[test]
+    fn a_read_ends_before_the_urgent_byte_and_the_next_one_skips_it() {
+        for inline in [false, true] {
+            let mut q = Queue::new(false);
+            q.set_inline(inline);
+            q.push(b"ab", true);
+            q.push_urgent(b'!', true);
+            q.push(b"cd", true);
+            assert_eq!((q.urgent(), q.is_at_urgent()), (Some(b'!'), false));
+            assert_eq!((q.held(), q.available()), (5, if inline { 5 } else { 2 }));
+            assert_eq!(read(&mut q, 1), b"a");
+            assert_eq!(read(&mut q, 9), b"b");
+            assert!(q.is_at_urgent());
+            q.read_urgent();
+            assert_eq!((q.urgent(), q.is_at_urgent()), (None, true));
+            let rest: &[u8] = if inline { b"!cd" } else { b"cd" };
+            assert_eq!(q.len(), rest.len());
+            assert_eq!(read(&mut q, 9), rest);
+            assert!(!q.is_at_urgent() && q.held() == 0);
+        }
+    }
+
+    #[test]
+    fn a_later_urgent_byte_makes_the_earlier_one_ordinary() {
+        let mut q = Queue::new(false);
+        q.push(b"a", true);
+        q.push_urgent(b'1', true);
+        q.push_urgent(b'2', true);
+        assert_eq!(read(&mut q, 9), b"a1");
+        // The next byte is urgent, so it is lost.
+        q.push_urgent(b'3', true);
+        assert_eq!((q.held(), q.urgent()), (1, Some(b'3')));
+        assert!(q.is_empty());
+    }
+
+    #[test]
+    fn an_urgent_byte_counts_when_it_is_verified() {
+        let mut q = Queue::new(false);
+        q.push_urgent(b'!', false);
+        assert_eq!((q.urgent(), q.is_at_urgent()), (None, false));
+        assert!(read(&mut q, 9).is_empty());
+        q.verify();
+        assert_eq!((q.urgent(), q.is_at_urgent()), (Some(b'!'), true));
     }
 
     #[test]

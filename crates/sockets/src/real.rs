@@ -92,6 +92,7 @@ originals! {
     fcntl(fd: c_int, cmd: c_int, arg: usize) -> c_int;
     fcntl64(fd: c_int, cmd: c_int, arg: usize) -> c_int;
     ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int;
+    sockatmark(fd: c_int) -> c_int;
     getsockopt(fd: c_int, level: c_int, name: c_int, value: *mut c_void, len: *mut socklen_t) -> c_int;
     setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, len: socklen_t) -> c_int;
     read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t;

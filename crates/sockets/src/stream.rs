@@ -208,7 +208,10 @@ pub struct Stream {
     blind: bool,
     /// The carrier is shut down for receiving: a receive returns bytes or none, and never waits for them. See [`Self::deafen`].
     deaf: bool,
-    urgent: Option<u8>,
+    /// `SO_OOBINLINE`: urgent bytes are read like others.
+    inline: bool,
+    /// The place of an urgent byte in `held`.
+    held_urgent: Option<usize>,
     memory_out: MemoryOut,
     /// The time in milliseconds at which a write last found the memory empty, or unread for so long that the connection was checked.
     /// See [`Self::is_unread`].
@@ -338,7 +341,7 @@ struct Arriving<'q, 'd, 'a, 'b> {
     queue: &'q mut Queue,
     dest: Option<&'d mut Dest<'a, 'b>>,
     with_crc: bool,
-    urgent: &'q mut Option<u8>,
+    has_urgent: bool,
     offer: &'q mut Option<Offer>,
 }
 
@@ -361,7 +364,8 @@ impl Sink for Arriving<'_, '_, '_, '_> {
     }
 
     fn urgent(&mut self, byte: u8) {
-        *self.urgent = Some(byte);
+        self.queue.push_urgent(byte, !self.with_crc);
+        self.has_urgent = true;
     }
 
     fn offer(&mut self, offer: Offer) {
@@ -441,7 +445,8 @@ impl Stream {
             has_payload: false,
             blind: false,
             deaf: false,
-            urgent: None,
+            inline: false,
+            held_urgent: None,
             memory_out: MemoryOut::Never,
             checked: 0,
             was_offered: false,
@@ -483,6 +488,10 @@ impl Stream {
                 let _ = sys::set_option(fd, libc::IPPROTO_TCP, name, own);
             }
         }
+        // A connection inherits the option from its listener.
+        self.set_inline(
+            sys::option(fd, libc::SOL_SOCKET, libc::SO_OOBINLINE).is_ok_and(|on| on != 0),
+        );
     }
 
     /// Records that the program has set `TCP_NODELAY` (0) or `TCP_CORK` (1).
@@ -509,6 +518,11 @@ impl Stream {
             || self.error != 0
             || self.broken
             || self.shut_rd
+    }
+
+    /// Returns whether there is an urgent byte that the program has not read.
+    pub fn is_urgent(&self) -> bool {
+        self.queue.urgent().is_some()
     }
 
     /// Returns whether a write accepts at least one byte, or fails, at once.
@@ -589,7 +603,7 @@ impl Stream {
         if self.is_writable() {
             events |= libc::POLLOUT | libc::POLLWRNORM;
         }
-        if self.urgent.is_some() {
+        if self.is_urgent() {
             events |= libc::POLLPRI;
         }
         if self.broken || has_ended {
@@ -633,7 +647,7 @@ impl Stream {
 
     /// Returns the number of bytes that can be read at once, for `FIONREAD`.
     pub fn readable_bytes(&self) -> usize {
-        self.queue.len()
+        self.queue.available()
     }
 
     /// Returns the number of written bytes that the carrier has not accepted, which is a part of `SIOCOUTQ`.
@@ -668,6 +682,7 @@ impl Stream {
             self.news.writable = true;
         }
         self.held.clear();
+        self.held_urgent = None;
         self.out.clear();
         self.out_from = 0;
         self.end_due = false;
@@ -697,11 +712,7 @@ impl Stream {
     /// Returns whether the next read has to wait for bytes from the carrier, so that the caller may receive them by a call that
     /// blocks.
     pub fn awaits_bytes(&self) -> bool {
-        self.tx.is_some()
-            && self.start.is_none()
-            && !self.closed
-            && self.urgent.is_none()
-            && !self.is_readable()
+        self.tx.is_some() && self.start.is_none() && !self.closed && !self.is_readable()
     }
 
     /// Returns whether the streams of the process have received as many bytes as they may keep for the program. With CRCs, bytes become
@@ -920,19 +931,20 @@ impl Stream {
         if self.broken {
             return;
         }
+        let before = (self.queue.len(), self.is_urgent());
         let Some(tx) = &mut self.tx else { return };
         let credit = (tx.credit() > 0, tx.has_room());
-        let before = (self.queue.len(), self.urgent.is_some());
         let with_crc = self.rx.has_crc();
         let mut offer = None;
         let mut sink = Arriving {
             queue: &mut self.queue,
             dest,
             with_crc,
-            urgent: &mut self.urgent,
+            has_urgent: false,
             offer: &mut offer,
         };
         let result = self.rx.feed(bytes, tx, &mut sink);
+        let has_urgent = sink.has_urgent;
         if let Some(offer) = offer
             && !std::mem::replace(&mut self.was_offered, true)
             && !with_crc
@@ -946,7 +958,7 @@ impl Stream {
         if credit != (tx.credit() > 0, tx.has_room()) {
             self.news.writable = true;
         }
-        if self.queue.len() > before.0 || self.urgent.is_some() != before.1 {
+        if self.queue.len() > before.0 || has_urgent || self.is_urgent() != before.1 {
             self.news.readable = true;
         }
         if let Err(why) = result {
@@ -1082,7 +1094,7 @@ impl Stream {
             };
             // What is left in the carrier is not reported again to an edge-triggered set: the end behind a message without payload, or
             // a limit or an urgent byte behind the payload.
-            let may_follow = |s: &Self| !s.is_writable() || only_urgent && s.urgent.is_none();
+            let may_follow = |s: &Self| !s.is_writable() || only_urgent && !s.is_urgent();
             while (self.queue.len() == before || may_follow(self)) && self.pull(fd, None, most) {}
         }
         if events & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP) != 0 {
@@ -1122,7 +1134,7 @@ impl Stream {
             self.queue.peek_into(dest);
         } else {
             self.take(fd, dest);
-            while !dest.is_full() {
+            while !dest.is_full() && !self.ends_read(dest) {
                 if !self.look(fd) {
                     // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
                     let pulls = may_pull && (dest.done() == start || !self.drained || all);
@@ -1132,7 +1144,7 @@ impl Stream {
                 }
                 self.take(fd, dest);
             }
-            while self.ask(fd, false) && !dest.is_full() {
+            while self.ask(fd, false) && !dest.is_full() && !self.ends_read(dest) {
                 self.take(fd, dest);
             }
             let n = dest.done() - start;
@@ -1166,7 +1178,28 @@ impl Stream {
         }
     }
 
-    /// Reads the urgent byte.
+    /// Returns whether a read returns what it has, because the next byte is urgent.
+    pub fn ends_read(&self, dest: &Dest<'_, '_>) -> bool {
+        self.queue.is_at_urgent() && dest.done() > 0
+    }
+
+    /// Returns whether all bytes before the last urgent one were read, for `SIOCATMARK`.
+    pub fn is_at_mark(&mut self, fd: c_int, may_pull: bool) -> bool {
+        while may_pull
+            && self.queue.held() == 0
+            && !self.look(fd)
+            && self.pull(fd, None, limits::WAIT_READ)
+        {}
+        self.queue.is_at_urgent()
+    }
+
+    /// Sets `SO_OOBINLINE`.
+    pub fn set_inline(&mut self, inline: bool) {
+        self.queue.set_inline(inline);
+        self.inline = inline;
+    }
+
+    /// Reads the urgent byte. With `peek` it can be read again.
     ///
     /// # Errors
     /// EINVAL if there is none.
@@ -1174,13 +1207,16 @@ impl Stream {
         &mut self,
         fd: c_int,
         dest: &mut Dest<'_, '_>,
+        peek: bool,
         may_pull: bool,
     ) -> Result<(), c_int> {
-        if self.urgent.is_none() && may_pull {
-            self.pull(fd, None, limits::WAIT_READ);
+        // The kernel knows of an urgent byte behind any number of unread ones.
+        while may_pull && !self.is_urgent() && self.pull(fd, None, limits::WAIT_READ) {}
+        let byte = self.queue.urgent().filter(|_| !self.inline);
+        dest.put(&[byte.ok_or(libc::EINVAL)?]);
+        if !peek {
+            self.queue.read_urgent();
         }
-        let byte = self.urgent.take().ok_or(libc::EINVAL)?;
-        dest.put(&[byte]);
         Ok(())
     }
 
@@ -1236,15 +1272,29 @@ impl Stream {
         let mut sent = 0;
         let mut accepts = true;
         while accepts && sent < held.len() && self.out.is_empty() && self.credit() > 0 {
-            let rest = held.get(sent..).unwrap_or(&[]);
+            let end = self.held_urgent.map_or(held.len(), |at| at.max(sent));
+            let rest = held.get(sent..end).unwrap_or(&[]);
+            if rest.is_empty() {
+                self.held_urgent = None;
+                self.control(fd, Kind::Urgent, held.get(sent..=sent).unwrap_or(&[]));
+                if self.broken {
+                    return false;
+                }
+                sent += 1;
+                continue;
+            }
             match self.data(fd, &[IoSlice::new(rest)], libc::MSG_NOSIGNAL) {
                 Ok(n) => sent += n,
                 Err(libc::EAGAIN) => accepts = false,
-                Err(_) => return false,
+                Err(e) => {
+                    self.report_later(e);
+                    return false;
+                }
             }
         }
         if sent < held.len() {
             held.drain(..sent);
+            self.held_urgent = self.held_urgent.map(|at| at - sent);
             self.held = held;
         } else {
             self.news.writable = true;
@@ -1352,11 +1402,16 @@ impl Stream {
         let Some(tx) = &mut self.tx else { return 0 };
         let n = tx.credit().min(tx.longest()).min(limits::CORKED);
         let rest = self.held.get(*from..).unwrap_or(&[]);
-        let payload = rest.get(..n.min(rest.len())).unwrap_or(&[]);
+        let (kind, most) = match self.held_urgent.and_then(|at| at.checked_sub(*from)) {
+            Some(0) => (Kind::Urgent, 1),
+            Some(before) => (Kind::Data, before),
+            None => (Kind::Data, rest.len()),
+        };
+        let payload = rest.get(..n.min(most)).unwrap_or(&[]);
         if payload.is_empty() {
             return len;
         }
-        let frame = tx.frame(Kind::Data, limit, std::iter::once(payload));
+        let frame = tx.frame(kind, limit, std::iter::once(payload));
         tx.went(&frame);
         *from += payload.len();
         let place = into.get_mut(len..).unwrap_or(&mut []);
@@ -1377,11 +1432,22 @@ impl Stream {
         }
         while !self.held.is_empty() {
             let mut held = std::mem::take(&mut self.held);
-            let result = self.send_plain(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL);
-            if self.broken {
+            let (len, flags) = match self.held_urgent {
+                Some(0) => (1, libc::MSG_NOSIGNAL | libc::MSG_OOB),
+                Some(at) => (at, libc::MSG_NOSIGNAL),
+                None => (held.len(), libc::MSG_NOSIGNAL),
+            };
+            let part = IoSlice::new(held.get(..len).unwrap_or(&held));
+            let result = self.send_plain(fd, &[part], flags);
+            if let Err(e) = result
+                && self.broken
+            {
+                self.report_later(e);
                 return;
             }
-            drop(held.drain(..result.unwrap_or(0)));
+            let sent = result.unwrap_or(0);
+            drop(held.drain(..sent));
+            self.held_urgent = self.held_urgent.and_then(|at| at.checked_sub(sent));
             self.held = held;
             if result.is_err() {
                 return;
@@ -1416,6 +1482,14 @@ impl Stream {
             }
         }
         result
+    }
+
+    /// Called when bytes of an earlier call cannot be sent. The next call of the program returns the error, but not EPIPE: what the peer has
+    /// sent before its end can be read.
+    fn report_later(&mut self, error: c_int) {
+        if error != libc::EPIPE {
+            self.error = error;
+        }
     }
 
     /// Sends the rest of FPDUs. Returns whether all of it was sent.
@@ -1698,7 +1772,7 @@ impl Stream {
         Ok(len)
     }
 
-    /// Writes as many bytes as possible without waiting.
+    /// Writes as many bytes as possible without waiting. With MSG_OOB, `parts` contains one byte, which is urgent.
     ///
     /// # Errors
     /// EAGAIN if nothing can be written; otherwise the stream's error.
@@ -1719,7 +1793,13 @@ impl Stream {
         if empty {
             return Ok(0);
         }
-        if self.is_waiting() {
+        let urgent = parts
+            .iter()
+            .find_map(|part| part.first())
+            .filter(|_| flags & libc::MSG_OOB != 0);
+        if urgent.is_some() {
+            self.uncork(fd);
+        } else if self.is_waiting() {
             self.flush(fd);
         }
         if may_pull
@@ -1736,7 +1816,11 @@ impl Stream {
             }
         }
         if self.start.is_some() {
-            return self.hold(parts);
+            let n = self.hold(parts)?;
+            if urgent.is_some() {
+                self.held_urgent = Some(self.held.len() - 1);
+            }
+            return Ok(n);
         }
         if self.closed && self.tx.as_ref().is_some_and(|tx| tx.credit() == 0) {
             return Err(libc::EPIPE);
@@ -1747,6 +1831,12 @@ impl Stream {
         let more = flags & libc::MSG_MORE != 0 || self.delays[1] != 0;
         let n = if self.plain {
             self.send_plain(fd, parts, flags)?
+        } else if let Some(byte) = urgent {
+            if self.credit() == 0 {
+                return Err(libc::EAGAIN);
+            }
+            self.control(fd, Kind::Urgent, &[*byte]);
+            1
         } else if more || self.corked {
             self.data_behind_cork(fd, parts, flags & !libc::MSG_MORE, more)?
         } else {
@@ -1771,28 +1861,6 @@ impl Stream {
             }
             is_due
         })
-    }
-
-    /// Sends an urgent byte: the last byte of a write.
-    ///
-    /// # Errors
-    /// The errors of [`Self::write`].
-    pub fn write_urgent(&mut self, fd: c_int, byte: u8) -> Result<(), c_int> {
-        if self.error != 0 {
-            return Err(self.take_error());
-        }
-        if self.shut_wr || self.broken {
-            return Err(libc::EPIPE);
-        }
-        self.uncork(fd);
-        if self.start.is_some() || self.credit() == 0 || !self.out.is_empty() {
-            return Err(libc::EAGAIN);
-        }
-        if self.tx.is_none() || !self.held.is_empty() {
-            return Err(libc::EAGAIN);
-        }
-        self.control(fd, Kind::Urgent, &[byte]);
-        Ok(())
     }
 
     /// Stores bytes until the Reply arrives.

@@ -932,8 +932,8 @@ impl Sock {
             } else {
                 stream.read(fd, dest, start, peek, all, may_pull)
             };
-            let more =
-                result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
+            let has_all = dest.is_full() || stream.is_readable() || stream.ends_read(dest);
+            let more = result == Err(libc::EAGAIN) || (all && !has_all);
             let repeats = sleeps && more && failed == 0;
             let is_alone = repeats && !peek && self.may_pull() && stream.awaits_bytes();
             if failed != 0 && result == Err(libc::EAGAIN) {
@@ -944,7 +944,7 @@ impl Sock {
                 self.asleep();
             }
             let mut news = stream.news();
-            news.readable &= stream.is_readable();
+            news.readable &= stream.is_readable() || stream.is_urgent();
             show::moved(fd, stream);
             let is_over = stream.is_over();
             let pending = stream.pending();
@@ -1288,9 +1288,11 @@ impl Sock {
         result
     }
 
-    /// Processes events of the carrier. Returns the resulting events of the stream.
-    pub fn process(&'static self, fd: c_int, events: i16) -> i16 {
-        let (ready, _, pending) = self.process_with(fd, events, 0);
+    /// Processes events of the carrier. `wanted`: the events of the stream for which the program waits, or 0 if it calls another function.
+    /// Returns the resulting events of the stream.
+    pub fn process(&'static self, fd: c_int, events: i16, wanted: i16) -> i16 {
+        let wanted = u32::from(wanted.cast_unsigned());
+        let (ready, _, pending) = self.process_with(fd, events, wanted);
         worker::watch(fd, self, pending);
         ready
     }
@@ -1483,7 +1485,7 @@ impl Sock {
                 Ok(0) if to_early.is_zero() && sys::is_unreachable(fd) => return,
                 Ok(0) => {}
                 Ok(ready) => {
-                    self.process(fd, ready);
+                    self.process(fd, ready, 0);
                 }
                 Err(libc::EINTR) => {}
                 Err(_) => return,

@@ -4,7 +4,6 @@ use super::wait::kick;
 use super::{batch, dgram, fail, fail_long, is_nowhere};
 use crate::conn::sock::{self, GONE, Mode, Others, Sock, Wait};
 use crate::conn::table::{self, Entry};
-use crate::conn::worker;
 use crate::directory;
 use crate::limits;
 use crate::queue::Dest;
@@ -58,6 +57,8 @@ fn reader(fd: c_int, flags: c_int) -> Option<&'static Sock> {
     }
     match stream(fd, false) {
         Some(sock) => Some(sock),
+        // A read of the urgent byte does not wait.
+        None if flags & libc::MSG_OOB != 0 => None,
         None => wait_undecided(fd, flags),
     }
 }
@@ -68,7 +69,8 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
     }
     let mut dest = Dest::new(parts);
     if flags & libc::MSG_OOB != 0 {
-        let got = sock.with(|s| s.read_urgent(fd, &mut dest, sock.may_pull()));
+        let peek = flags & libc::MSG_PEEK != 0;
+        let got = sock.with(|s| s.read_urgent(fd, &mut dest, peek, sock.may_pull()));
         return match got {
             Some((Ok(()), _)) => dest.done() as isize,
             Some((Err(e), _)) => fail_long(e),
@@ -185,41 +187,36 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
     if !sock.is_ours(fd) {
         return fail_long(libc::EIO);
     }
+    if flags & libc::MSG_OOB == 0 {
+        return transmit_all(fd, sock, parts, flags);
+    }
+    let total: usize = parts.iter().map(|p| p.len()).sum();
+    let last = parts.iter().rev().find_map(|p| p.last()).copied();
+    let Some(byte) = last else { return 0 };
+    // The bytes before the urgent one are ordinary ones.
+    let before = total - 1;
+    if before > 0 {
+        let mut ordinary: Vec<IoSlice<'_>> = Cut::new(parts, before).map(IoSlice::new).collect();
+        let sent = transmit_all(fd, sock, &mut ordinary, flags & !libc::MSG_OOB);
+        if sent != before as isize {
+            return sent;
+        }
+    }
+    match transmit_all(fd, sock, &mut [IoSlice::new(&[byte])], flags) {
+        1 => total as isize,
+        _ if before > 0 => before as isize,
+        failed => failed,
+    }
+}
+
+/// Writes, and waits if the call may. With MSG_OOB there is only one byte.
+fn transmit_all(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_int) -> isize {
     let waits = flags & libc::MSG_DONTWAIT == 0;
     let mut rest = parts;
     let total: usize = rest.iter().map(|p| p.len()).sum();
     let mut done = 0;
-    if flags & libc::MSG_OOB != 0 {
-        let last = rest.iter().rev().find_map(|p| p.last()).copied();
-        let Some(byte) = last else { return 0 };
-        // The bytes before the urgent one are ordinary ones.
-        let before = total - 1;
-        if before > 0 {
-            let mut ordinary: Vec<IoSlice<'_>> = Cut::new(rest, before).map(IoSlice::new).collect();
-            let sent = transmit(fd, sock, &mut ordinary, flags & !libc::MSG_OOB);
-            if sent != before as isize {
-                return sent;
-            }
-        }
-        return match sock.with(|s| s.write_urgent(fd, byte)) {
-            Some((Ok(()), pending)) => {
-                worker::watch(fd, sock, pending);
-                total as isize
-            }
-            Some((Err(e), pending)) => {
-                worker::watch(fd, sock, pending);
-                if before > 0 {
-                    before as isize
-                } else {
-                    cannot_write(e, flags)
-                }
-            }
-            None if before > 0 => before as isize,
-            None => fail_long(libc::EBADF),
-        };
-    }
     // Only `cannot_write` raises SIGPIPE, because the kernel does not know which of its writes belong to one of the program.
-    let kernel = flags & libc::MSG_MORE | libc::MSG_NOSIGNAL;
+    let kernel = flags & (libc::MSG_MORE | libc::MSG_OOB) | libc::MSG_NOSIGNAL;
     // `is_nonblocking` is a system call, so it is not called for a write that neither has to wait nor starts the stream.
     let may_wait = waits;
     let mut waits = false;
@@ -283,7 +280,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
     if is_starting && may_wait && !sys::is_nonblocking(fd) {
         let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
         if let Ok(events) = ready {
-            sock.process(fd, events);
+            sock.process(fd, events, 0);
         }
     }
     done as isize
@@ -327,7 +324,7 @@ fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait, limit: &mut TimeLim
         Ok(Kicked::TimeOut) => libc::EAGAIN,
         Ok(Kicked::Other) => 0,
         Ok(Kicked::Ready(ready)) => {
-            sock.process(fd, ready);
+            sock.process(fd, ready, 0);
             0
         }
         Err(libc::EINTR) => interrupted(left),

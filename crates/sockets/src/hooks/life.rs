@@ -621,6 +621,14 @@ pub unsafe extern "C-unwind" fn fcntl64(fd: c_int, cmd: c_int, arg: usize) -> c_
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
     let value = std::ptr::with_exposed_provenance_mut::<c_int>(arg);
+    if request == SIOCATMARK
+        && !is_nowhere(value)
+        && let Some(at_mark) = at_mark(fd)
+    {
+        // SAFETY: upheld by the caller; the argument points to an int.
+        unsafe { *value = at_mark };
+        return 0;
+    }
     if (request == libc::FIONREAD || request == libc::TIOCOUTQ)
         && let Some(sock) = table::sock(fd)
         && sock.decide(fd, false) == State::Up
@@ -660,6 +668,25 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
     }
     // SAFETY: upheld by the caller.
     unsafe { real::ioctl(fd, request, arg) }
+}
+
+const SIOCATMARK: c_ulong = 0x8905;
+
+/// Returns whether a stream has no unread byte before the urgent one (1 or 0), or `None` if `fd` is not a stream.
+fn at_mark(fd: c_int) -> Option<c_int> {
+    let sock = table::sock(fd).filter(|sock| sock.decide(fd, false) == State::Up)?;
+    let is_ours = sock.is_ours(fd);
+    let (is_at_mark, _) = sock.with(|s| s.is_at_mark(fd, is_ours && sock.may_pull()))?;
+    Some(c_int::from(is_at_mark))
+}
+
+/// See `sockatmark(3)`. The C library's function makes the system call directly.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn sockatmark(fd: c_int) -> c_int {
+    at_mark(fd).unwrap_or_else(|| {
+        // SAFETY: no pointer is passed.
+        unsafe { real::sockatmark(fd) }
+    })
 }
 
 /// See `getsockopt(2)`.
@@ -767,7 +794,8 @@ pub unsafe extern "C-unwind" fn setsockopt(
                 | libc::TCP_MD5SIG
         ),
         libc::SOL_SOCKET => match name {
-            libc::SO_ZEROCOPY | libc::SO_OOBINLINE => true,
+            libc::SO_ZEROCOPY => true,
+            libc::SO_OOBINLINE => table::sock(fd).is_none_or(|sock| sock.mode() != State::Up),
             // The kernel would count the bytes of messages, not those of the program.
             libc::SO_RCVLOWAT if !is_nowhere(value) && len as usize >= size_of::<c_int>() => {
                 // SAFETY: upheld by the caller.
@@ -788,6 +816,16 @@ pub unsafe extern "C-unwind" fn setsockopt(
             Entry::Listener(_) if name == libc::SO_RCVLOWAT => return fail(libc::ENOPROTOOPT),
             _ => {}
         }
+    }
+    if (level, name) == (libc::SOL_SOCKET, libc::SO_OOBINLINE)
+        && let Some(sock) = table::sock(fd)
+        && sock.mode() == State::Up
+        && !is_nowhere(value)
+        && len as usize >= size_of::<c_int>()
+    {
+        // SAFETY: upheld by the caller.
+        let on = unsafe { value.cast::<c_int>().read_unaligned() } != 0;
+        sock.with(|s| s.set_inline(on));
     }
     if let Some(which) = delay(level, name)
         && let Some(sock) = table::sock(fd)

@@ -220,7 +220,7 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
             // From here on other threads do not receive from the carrier, so no bytes are taken between the check and the wait.
             m.sleep();
             watched = watched.or(m.watched);
-            let now = m.sock.process(p.fd, 0);
+            let now = m.sock.process(p.fd, 0, want);
             if now & (want | libc::POLLERR | libc::POLLHUP) != 0 {
                 ready += 1;
             }
@@ -287,7 +287,7 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
             if p.revents & libc::POLLNVAL != 0 {
                 continue;
             }
-            let now = m.sock.process(p.fd, p.revents);
+            let now = m.sock.process(p.fd, p.revents, want);
             p.revents = now & (want | libc::POLLERR | libc::POLLHUP);
         }
         restore(fds, &wanted);
