@@ -3556,6 +3556,50 @@ static const char *reset_before_use(size_t how)
 	return NULL;
 }
 
+/* Closes a descriptor by a system call that the library does not see. */
+static long closes_unseen(int fd)
+{
+#if defined(__x86_64__)
+	long result;
+
+	__asm__ volatile("syscall" : "=a"(result) : "a"(SYS_close), "D"((long)fd) : "rcx", "r11", "memory");
+	return result;
+#elif defined(__aarch64__)
+	register long number __asm__("x8") = SYS_close;
+	register long result __asm__("x0") = fd;
+
+	__asm__ volatile("svc 0" : "+r"(result) : "r"(number) : "memory");
+	return result;
+#else
+	return close(fd);
+#endif
+}
+
+/* A pipe gets the numbers of streams that were closed without the library. */
+static const char *replaced_unseen(size_t with_lists)
+{
+	struct iovec part = { (char[]){ "word" }, 4 };
+	char word[8] = "";
+	struct pair p;
+	int pipes[2];
+
+	TRY(connected(&p));
+	ENSURE(!closes_unseen(p.a) && !closes_unseen(p.b), "SYS_close");
+	ENSURE(!pipe2(pipes, O_CLOEXEC), "pipe2: %s", strerror(errno));
+	ENSURE(pipes[0] == p.a && pipes[1] == p.b, "the numbers are %d and %d", pipes[0], pipes[1]);
+	if (with_lists)
+		ENSURE(writev(p.b, &part, 1) == 4, "writev: %s", strerror(errno));
+	else
+		ENSURE(write(p.b, "word", 4) == 4, "write: %s", strerror(errno));
+	part.iov_base = word;
+	if (with_lists)
+		ENSURE(readv(p.a, &part, 1) == 4, "readv: %s", strerror(errno));
+	else
+		ENSURE(read(p.a, word, 4) == 4, "read: %s", strerror(errno));
+	ENSURE(!strcmp(word, "word"), "\"%s\" arrives", word);
+	return NULL;
+}
+
 /* A read at the end of the data does not change errno, at which OpenSSL looks then. */
 static const char *end_keeps_errno(size_t arg)
 {
@@ -3734,6 +3778,8 @@ static const struct test tests[] = {
 	{ "prints_to_standard_output", prints_to_standard_output, 0, 0, false },
 	{ "closed_by_syscall", closed_by_syscall, 0, 0, false },
 	{ "closed_by_syscall_of_a_range", closed_by_syscall, 1, 0, false },
+	{ "replaced_unseen", replaced_unseen, 0, 0, false },
+	{ "replaced_unseen_lists", replaced_unseen, 1, 0, false },
 	{ "end_keeps_errno", end_keeps_errno, 0, 0, false },
 	{ "wrong_addresses", wrong_addresses, 0, 0, false },
 	{ "reset_before_use", reset_before_use, 0, 0, false },

@@ -1,5 +1,6 @@
 //! The hooks that read and write: `read`, `recv`, `send`, `write`, `sendfile` and their variants.
 
+use super::life::set_entry;
 use super::wait::kick;
 use super::{batch, dgram, fail, fail_long, is_nowhere};
 use crate::conn::sock::{self, GONE, Mode, Others, Sock, Wait};
@@ -352,6 +353,17 @@ fn wait_for_credit(
     sys::poll_kicked(fd, libc::POLLIN, kick, left)
 }
 
+/// Returns whether a call on a stream has failed because `fd` is not a socket: the program has closed the stream by a call that the library
+/// does not see, and opened something else. The library then forgets the stream, and the call goes to the kernel.
+#[inline]
+fn is_stale(fd: c_int, n: isize) -> bool {
+    let is_stale = n < 0 && sys::errno() == libc::ENOTSOCK;
+    if is_stale {
+        set_entry(fd, Entry::Other);
+    }
+    is_stale
+}
+
 /// Why a call cannot use the memory that the program passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wrong {
@@ -551,8 +563,15 @@ unsafe fn transmit_one(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
     match reader(fd, 0) {
-        // SAFETY: upheld by the caller.
-        Some(sock) => unsafe { receive_one(fd, sock, buf, len, 0) },
+        Some(sock) => {
+            // SAFETY: upheld by the caller.
+            let n = unsafe { receive_one(fd, sock, buf, len, 0) };
+            if is_stale(fd, n) {
+                // SAFETY: as above.
+                return unsafe { real::read(fd, buf, len) };
+            }
+            n
+        }
         // SAFETY: upheld by the caller.
         None => unsafe { dgram::read(fd, buf, len).unwrap_or_else(|| real::read(fd, buf, len)) },
     }
@@ -687,7 +706,14 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
         Some(sock) => {
             // SAFETY: upheld by the caller. A negative number is larger than any list.
             match unsafe { list_mut(iov, n as usize, libc::EINVAL) } {
-                Ok(mut parts) => receive(fd, sock, &mut parts, 0),
+                Ok(mut parts) => {
+                    let done = receive(fd, sock, &mut parts, 0);
+                    if is_stale(fd, done) {
+                        // SAFETY: as above.
+                        return unsafe { real::readv(fd, iov, n) };
+                    }
+                    done
+                }
                 Err(wrong) => receive_wrong(fd, sock, wrong, 0),
             }
         }
@@ -793,8 +819,15 @@ pub unsafe extern "C-unwind" fn recvmmsg(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
     match stream(fd, true) {
-        // SAFETY: upheld by the caller.
-        Some(sock) => unsafe { transmit_one(fd, sock, buf, len, 0) },
+        Some(sock) => {
+            // SAFETY: upheld by the caller.
+            let n = unsafe { transmit_one(fd, sock, buf, len, 0) };
+            if is_stale(fd, n) {
+                // SAFETY: as above.
+                return unsafe { real::write(fd, buf, len) };
+            }
+            n
+        }
         // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::sendto(fd, buf, len, 0, null(), 0).unwrap_or_else(|| real::write(fd, buf, len))
@@ -858,7 +891,14 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
         Some(sock) => {
             // SAFETY: upheld by the caller. A negative number is larger than any list.
             match unsafe { list(iov, n as usize, libc::EINVAL) } {
-                Ok(mut parts) => transmit(fd, sock, &mut parts, 0),
+                Ok(mut parts) => {
+                    let done = transmit(fd, sock, &mut parts, 0);
+                    if is_stale(fd, done) {
+                        // SAFETY: as above.
+                        return unsafe { real::writev(fd, iov, n) };
+                    }
+                    done
+                }
                 Err(wrong) => transmit_wrong(wrong),
             }
         }

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 /// Sets the table entry of `fd`, and closes the object of the previous entry. If there is one, the program has closed its descriptor by
 /// a call that the library does not see.
-fn set_entry(fd: c_int, entry: Entry) {
+pub(super) fn set_entry(fd: c_int, entry: Entry) {
     replace_entry(fd, entry, false);
 }
 
