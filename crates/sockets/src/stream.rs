@@ -1793,10 +1793,10 @@ impl Stream {
         if empty {
             return Ok(0);
         }
-        let urgent = parts
-            .iter()
-            .find_map(|part| part.first())
-            .filter(|_| flags & libc::MSG_OOB != 0);
+        let urgent = match flags & libc::MSG_OOB {
+            0 => None,
+            _ => parts.iter().find_map(|part| part.first()),
+        };
         if urgent.is_some() {
             self.uncork(fd);
         } else if self.is_waiting() {
