@@ -20,7 +20,7 @@ pub(crate) struct Bench {
     pub(crate) list: bool,
 
     /// Number of repetitions; each one measures all programs of a row in turn
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..1000))]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=999))]
     pub(crate) repeat: Option<u64>,
 
     /// Measure for a tenth of the time; the values are less exact

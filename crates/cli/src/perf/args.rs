@@ -49,7 +49,7 @@ pub(crate) struct Perf {
     pub(crate) size: Sizes,
 
     /// Number of messages in a run; 1000 without --duration
-    #[arg(short = 'n', long, value_parser = clap::value_parser!(u64).range(1..1 << 35))]
+    #[arg(short = 'n', long, value_parser = clap::value_parser!(u64).range(1..=34_359_738_367))]
     pub(crate) iters: Option<u64>,
 
     /// Duration of a run; the run ends earlier after --iters
@@ -57,15 +57,15 @@ pub(crate) struct Perf {
     pub(crate) duration: Option<f64>,
 
     /// Number of messages before the measurement starts
-    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(..1 << 32))]
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(..=u64::from(u32::MAX)))]
     pub(crate) warmup: u64,
 
     /// Number of runs for each length; medians are over these
-    #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..1000))]
+    #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=999))]
     pub(crate) runs: u64,
 
     /// Largest number of outstanding requests
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..16384))]
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..=16383))]
     pub(crate) depth: u64,
 
     /// Number of requests in one post
@@ -77,7 +77,7 @@ pub(crate) struct Perf {
     pub(crate) batch: bool,
 
     /// Signal only every Nth request; 2 in a ping with --op write-read leaves the Write unsignaled
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..8192))]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=8191))]
     pub(crate) signal_every: u64,
 
     /// Send inline: the device copies the data when the request is posted
@@ -92,8 +92,8 @@ pub(crate) struct Perf {
     #[arg(long, conflicts_with = "event")]
     pub(crate) poll: bool,
 
-    /// Number of receive buffers, used in turn; by default as many as fit 32 MiB, but at most 65536
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..1 << 20))]
+    /// Number of receive buffers, used in turn; by default as many as fit 32 MiB
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1_048_575))]
     pub(crate) buffers: Option<u64>,
 
     /// Number of scatter/gather elements of a message
@@ -129,11 +129,11 @@ pub(crate) struct Perf {
     pub(crate) exact: bool,
 
     /// Index of the device's GID
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..256))]
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=255))]
     pub(crate) gid_index: u64,
 
     /// Service level of the queue pairs: selects their lane (ANYWARP_QOS)
-    #[arg(long, value_name = "LEVEL", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..16), hide_default_value = true)]
+    #[arg(long, value_name = "LEVEL", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=15), hide_default_value = true)]
     pub(crate) sl: u64,
 
     /// rc: connect by rdma_cm instead of addresses that the two ends exchange; with iWARP devices of the system this is the default
@@ -145,7 +145,7 @@ pub(crate) struct Perf {
     pub(crate) system: bool,
 
     /// Longest time without any progress
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..3600))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) timeout: u64,
 
     /// Write one line for each length to this file; the column `unfinished` is 1 if the command was interrupted
@@ -228,6 +228,17 @@ impl Perf {
     pub(crate) fn contradiction(&self, ping: bool) -> Option<String> {
         let connected = matches!(self.transport, Transport::Rc | Transport::Uc);
         let transport = word(self.transport);
+        if self.forever && self.host.is_some() {
+            return Some("--forever is for --server".to_owned());
+        }
+        if self.port == 0 && self.host.is_some() {
+            return Some(
+                "--port 0 is for --server: give the port that the server prints".to_owned(),
+            );
+        }
+        if let Some(why) = self.of_another_transport() {
+            return Some(why);
+        }
         if self.cm && self.transport != Transport::Rc {
             return Some("--cm is for --transport rc".to_owned());
         }
@@ -268,5 +279,84 @@ impl Perf {
             return Some("--duration must be from 0.001 to 1000000 seconds".to_owned());
         }
         None
+    }
+
+    /// Returns which option has no effect with this type of queue pair or this operation, if there is one.
+    fn of_another_transport(&self) -> Option<String> {
+        let (ud, rd) = (
+            self.transport == Transport::Ud,
+            self.transport == Transport::Rd,
+        );
+        let record = self.op == Op::WriteRecord;
+        let datagrams = "--transport ud or rd";
+        let records = "--transport ud with --op write-record";
+        let options = [
+            (
+                "segment",
+                self.segment != Segment::PathMtu,
+                ud || rd,
+                datagrams,
+            ),
+            ("unordered", self.unordered, rd, "--transport rd"),
+            ("parity", self.parity > 0, ud, "--transport ud"),
+            ("repeats", self.repeats > 0, ud && record, records),
+            ("deadline", self.deadline > 0, ud, "--transport ud"),
+            (
+                "record-mode",
+                self.record_mode != RecordMode::Robust,
+                ud && record,
+                records,
+            ),
+            ("exact", self.exact, record, "--op write-record"),
+        ];
+        options
+            .iter()
+            .find(|(_, given, has_effect, _)| *given && !has_effect)
+            .map(|(name, _, _, what)| format!("--{name} is for {what}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use crate::cli::{Cli, Command};
+
+    fn contradiction(words: &str) -> Option<String> {
+        let all = ["anywarp", "blast"].into_iter().chain(words.split(' '));
+        let Command::Blast(args) = Cli::try_parse_from(all).unwrap().command else {
+            panic!("not blast")
+        };
+        args.contradiction(false)
+    }
+
+    #[test]
+    fn an_option_without_effect_is_refused() {
+        for (words, why) in [
+            ("h --segment max", "--segment is for --transport ud or rd"),
+            ("h --unordered -t ud", "--unordered is for --transport rd"),
+            ("h --parity 3", "--parity is for --transport ud"),
+            ("h --deadline 5 -t rd", "--deadline is for --transport ud"),
+            (
+                "h --repeats 5 -t ud",
+                "--repeats is for --transport ud with --op write-record",
+            ),
+            ("h --exact -t ud", "--exact is for --op write-record"),
+            ("h --forever", "--forever is for --server"),
+            (
+                "h -p 0",
+                "--port 0 is for --server: give the port that the server prints",
+            ),
+        ] {
+            assert_eq!(contradiction(words).as_deref(), Some(why), "{words}");
+        }
+        for words in [
+            "h --segment path-mtu",
+            "h --segment max -t rd --unordered",
+            "h -t ud -o write-record --parity 3 --repeats 2 --deadline 5 --record-mode chunk --exact",
+            "--server --forever -p 0",
+        ] {
+            assert_eq!(contradiction(words), None, "{words}");
+        }
     }
 }

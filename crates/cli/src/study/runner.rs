@@ -777,7 +777,8 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
             add(word, "");
         }
     }
-    if let Some(segment) = get("segment") {
+    // Streams have no datagrams: the axis does not change their points.
+    if let (Some(segment), Some("ud" | "rd")) = (get("segment"), get("qp")) {
         add("--segment", segment);
     }
     // Streams do not start at the same moment. A longer measurement reduces the share of the time in which only some of them
