@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueHint};
 
-use super::figures::{Extent, Varied};
+use super::figures::{Extent, MTUS, Varied};
 
 /// The default folder of the report.
 const REPORT: &str = "anywarp-study";
@@ -66,7 +66,7 @@ pub(crate) struct Between {
     pub(crate) ping: bool,
 
     /// Length of the packets of the network, bytes
-    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9216))]
+    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(i64::from(*MTUS.start())..=i64::from(*MTUS.end())))]
     pub(crate) mtu: u32,
 
     /// Delay of each packet: 1ms

@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::ops::RangeInclusive;
 use std::path::Path;
 
+use anywarp_core::fault::Plan;
 use serde::Deserialize;
 
 use super::args::Run;
@@ -507,7 +509,7 @@ pub(crate) const VARIABLE: [&str; 20] = [
 /// The axes that take only certain words, and these words. The first list is that of all runners, the second that of ping and
 /// blast: an axis with the same name takes other words with other runners.
 const WORDS: [(&str, &[&str]); 1] = [("carrier", &["tcp", "udp", "memory", "kernel"])];
-const WORDS_OF_PERF: [(&str, &[&str]); 10] = [
+const WORDS_OF_PERF: [(&str, &[&str]); 11] = [
     ("crc", BOOLEAN),
     ("gro", BOOLEAN),
     ("gso", BOOLEAN),
@@ -528,9 +530,22 @@ const WORDS_OF_PERF: [(&str, &[&str]); 10] = [
     ),
     ("posting", &["single", "list"]),
     ("qp", &["rc", "uc", "ud", "rd"]),
+    ("segment", &["path-mtu", "jumbo", "max"]),
     ("signaling", &["full", "periodic"]),
 ];
 const BOOLEAN: &[&str] = &["true", "false"];
+/// The values of the numeric axes of ping and blast. The first two are those of their options `--depth` and `--size`.
+const BUFFERS: RangeInclusive<u32> = 1..=16383;
+const SIZES: RangeInclusive<u32> = 1..=1 << 30;
+/// The lengths of packets that the network between two namespaces can have.
+pub(super) const MTUS: RangeInclusive<u32> = 576..=9216;
+
+/// Returns why a text is not a number in a range, if it is not.
+fn no_number(text: &str, range: RangeInclusive<u32>) -> Option<String> {
+    let good = text.parse().is_ok_and(|number| range.contains(&number));
+    let (least, most) = range.into_inner();
+    (!good).then(|| format!("'{text}' is not a number from {least} to {most}"))
+}
 
 /// Replaces the values of axes, in each experiment that can have these axes.
 pub(crate) fn vary(experiments: &mut [Experiment], all: &[Varied]) -> Result<(), String> {
@@ -541,7 +556,10 @@ pub(crate) fn vary(experiments: &mut [Experiment], all: &[Varied]) -> Result<(),
                 continue;
             }
             taken = true;
-            if let Some(why) = experiment.unknown_word(varied) {
+            if let Some(why) = experiment
+                .unknown_word(varied)
+                .or_else(|| experiment.no_quantity(varied))
+            {
                 return Err(format!("{}={}: {why}", varied.axis, varied.text()));
             }
             if let Some(why) = experiment.fault() {
@@ -641,6 +659,29 @@ impl Experiment {
             unknown.0,
             words.join(", ")
         ))
+    }
+
+    /// Returns why a value is not a number, a rate, a duration or a probability of its axis, if one is not.
+    fn no_quantity(&self, varied: &Varied) -> Option<String> {
+        if !matches!(self.runner, Runner::Ping | Runner::Blast) {
+            return None;
+        }
+        let mut values = varied.values.iter().map(|value| value.0.as_str());
+        let setting = match varied.axis.as_str() {
+            "buffers" => return values.find_map(|value| no_number(value, BUFFERS)),
+            "size" => return values.find_map(|value| no_number(value, SIZES)),
+            "mtu" => {
+                let mut values = values.filter(|value| *value != "none");
+                return values.find_map(|value| no_number(value, MTUS));
+            }
+            "loss" | "network-loss" => "loss",
+            "network-delay" => "delay",
+            "rate" | "network-rate" => "rate",
+            _ => return None,
+        };
+        values
+            .filter(|value| *value != "none")
+            .find_map(|value| Some(Plan::parse(&format!("{setting}={value}")).err()?.what))
     }
 
     /// Returns all points, including blank ones.
@@ -1105,6 +1146,30 @@ mod tests {
             (
                 "gso=no",
                 "gso=no: unknown value 'no'; the values are true, false",
+            ),
+            (
+                "segment=path",
+                "segment=path: unknown value 'path'; the values are path-mtu, jumbo, max",
+            ),
+            (
+                "mtu=none,abc",
+                "mtu=none,abc: 'abc' is not a number from 576 to 9216",
+            ),
+            (
+                "buffers=0",
+                "buffers=0: '0' is not a number from 1 to 16383",
+            ),
+            (
+                "size=64,1K",
+                "size=64,1K: '1K' is not a number from 1 to 1073741824",
+            ),
+            (
+                "network-loss=none,2",
+                "network-loss=none,2: '2' is not a probability: give 0 to 1, or 0% to 100%",
+            ),
+            (
+                "network-delay=1",
+                "network-delay=1: '1' is not a duration: give a number with one of the units us, ms, s",
             ),
         ] {
             assert_eq!(vary(&mut all, &[varied(text).unwrap()]).unwrap_err(), why);
