@@ -295,10 +295,33 @@ fn run_examples(work: &Path) -> Result<bool> {
     Ok(all)
 }
 
+/// Arguments that exs-ttcp refuses with status 2.
+const WRONG_TTCP: [&str; 7] = [
+    "",
+    "--self 127.0.0.1",
+    "--self --listen",
+    "--listen --port 65536",
+    "--listen --port https",
+    "127.0.0.1 --keep",
+    "--self --size 17M",
+];
+
 /// Runs each mode of exs-ttcp briefly and compares all bytes. Returns whether all passed.
 fn run_ttcp() -> Result<bool> {
     let bin = sh::dist().join("bin");
     let mut all = true;
+    for words in WRONG_TTCP {
+        // In `anywarp run`, so that a mistake that is not found gives another status than 2.
+        let mut command = Command::new("timeout");
+        command.arg("20").arg(bin.join("anywarp"));
+        command.args(["run", "--"]).arg(bin.join("exs-ttcp"));
+        command.args(words.split_whitespace());
+        let output = command.output()?;
+        if output.status.code() != Some(2) {
+            println!("FAIL exs-ttcp {words}: {}", output.status);
+            all = false;
+        }
+    }
     for mode in [
         "normal",
         "read",

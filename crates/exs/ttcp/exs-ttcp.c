@@ -844,8 +844,11 @@ static bool prepare(struct end *e)
 	memset(e->block_in, 1, all);
 	if (e->row.mode == TCP)
 		return true;
-	if (exs_init(EXS_VERSION))
+	if (exs_init(EXS_VERSION)) {
+		if (errno == ENODEV)
+			return fail("there is no RDMA device: start this program with `anywarp run -- exs-ttcp ...`");
 		return fail_errno("exs_init");
+	}
 	e->queue = exs_qcreate(1024);
 	if (e->queue < 0)
 		return fail_errno("exs_qcreate");
@@ -1167,6 +1170,15 @@ static bool number(const char *text, unsigned int most, unsigned int *value)
 	return *end == 0 && errno == 0 && n >= 1 && n <= most;
 }
 
+/* getaddrinfo() accepts larger numbers, and uses their lower 16 bits. */
+static bool is_port(const char *text)
+{
+	char *end;
+
+	errno = 0;
+	return text[0] >= '0' && text[0] <= '9' && strtoul(text, &end, 10) <= 65535 && *end == 0 && errno == 0;
+}
+
 /* Returns the index of a name in a list, or the length of the list if it is not found. */
 static unsigned int find(const char *name, const char *const *names, unsigned int count)
 {
@@ -1226,6 +1238,8 @@ static int parse(int argc, char **argv, struct options *o)
 				return wrong("no such way to wait", optarg);
 			break;
 		case 'p':
+			if (!is_port(optarg))
+				return wrong("not a port from 0 to 65535", optarg);
 			o->port = optarg;
 			break;
 		case PING:
@@ -1267,10 +1281,12 @@ static int parse(int argc, char **argv, struct options *o)
 		o->host = argv[optind++];
 	if (optind < argc)
 		return wrong("unexpected", argv[optind]);
-	if (o->self ? o->host || o->listen : !o->listen && !o->host) {
-		fputs(usage, stderr);
-		return 2;
-	}
+	if (o->self && (o->host || o->listen))
+		return wrong("starts both ends, and takes neither an address nor --listen", "--self");
+	if (!o->self && !o->listen && !o->host)
+		return wrong("one of these is needed", "--listen, --self, ADDRESS");
+	if (o->keep && !o->listen)
+		return wrong("only with --listen", "--keep");
 	if (o->size_count == 0)
 		o->sizes[o->size_count++] = 1 << 20;
 	for (unsigned int i = 0; i < o->size_count; i++)

@@ -6,6 +6,8 @@
  *   exs_monitor simulate PORT
  *   exs_monitor watch ADDRESS PORT
  *   exs_monitor                     both, for a short time
+ *
+ * It also needs the mathematical functions: cc exs_monitor.c $(pkg-config --cflags --libs exs) -lm
  */
 #include <arpa/inet.h>
 #include <errno.h>
