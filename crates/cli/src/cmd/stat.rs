@@ -8,6 +8,7 @@ use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Seek, SeekFrom};
 use std::mem::MaybeUninit;
+use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::thread;
@@ -30,6 +31,10 @@ const TIME_LIMIT: Duration = Duration::from_secs(5);
 /// The most bytes of an answer: some 300 for each of 65,536 queue pairs, with a margin.
 const ANSWER_MAX: u64 = 64 << 20;
 
+/// The values of `--interval`.
+const INTERVALS: RangeInclusive<Duration> =
+    Duration::from_millis(10)..=Duration::from_secs(1_000_000);
+
 /// The first word of an answer, with the version of its format.
 const HEAD: &str = "anywarp-stat 1";
 
@@ -48,10 +53,10 @@ struct Line {
 pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
     let interval = match args.interval.map(Duration::try_from_secs_f64) {
         None => None,
-        Some(Ok(time)) if time >= Duration::from_millis(10) => Some(time),
+        Some(Ok(time)) if INTERVALS.contains(&time) => Some(time),
         Some(_) => {
             return Err(Failure::Stat(
-                "--interval must be at least 0.01 seconds".to_owned(),
+                "--interval must be from 0.01 to 1000000 seconds".to_owned(),
             ));
         }
     };

@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Check) -> Result<ExitCode, Failure> {
     let of_udp = matches!(role, args::Role::Bind | args::Role::Send);
     if of_udp != (args.protocol == Some(args::Protocol::Udp)) {
         return Err(Failure::Rules(
-            "error: the roles of tcp are connect and listen, those of udp bind and send".to_owned(),
+            "the roles of tcp are connect and listen, those of udp bind and send".to_owned(),
         ));
     }
     println!("{}", answer(&policy, &who, role, address, args.from));
