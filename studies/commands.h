@@ -15,7 +15,7 @@ enum { MOST_WORDS = 8, MOST_CHARACTERS = 256, PAUSE_US = 10000, COMMAND_TAG = 47
 
 /*
  * Waits for the next command. Stores its words after words[0], which is not changed. Returns the number of words, including
- * words[0], or 0 at the end of the input.
+ * words[0], or 0 at the end of the input or for an empty line.
  */
 static inline int next_command(char **words)
 {

@@ -38,7 +38,7 @@ static inline void *room(size_t count, size_t size)
 	return at;
 }
 
-/* Reports a run whose result has been checked. `cargo lab mpi` reads the seconds at the end of the line. */
+/* Reports a run whose result has been checked. `cargo lab mpi` and `anywarp study` read the seconds at the end of the line. */
 static inline void report(const char *kernel, char class, double seconds)
 {
 	if (!rank)

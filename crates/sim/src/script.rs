@@ -2,8 +2,8 @@
 //!
 //! A script is read line by line; `//` begins a comment. `<` is a message that the peer sends. `>` is a message that
 //! the peer must receive, as [`pretty`](anywarp_core::wire::pretty) writes it, with the names of regions instead of
-//! their STags and addresses. The script must contain all messages to the peer except acknowledgements, and all
-//! completions.
+//! their STags and addresses. The script must contain all messages to the peer except acknowledgements and the
+//! first message of an initiator, and all completions.
 //!
 //! ```text
 //! // RFC 5041 §7.1 [ddp-bounds]: the last octet is inside, the next is not.
@@ -19,8 +19,9 @@
 //! | `peer standard`, `peer anywarp` | the peer's implementation; the default is standard |
 //! | `initiator` | the end under test opened the stream; otherwise the peer did |
 //! | `first-message` | the script contains the peer's first message; otherwise it is sent without a line |
-//! | `no crc`, `ird N`, `ord N`, `mulpdu N`, `rnr-retry N` | the outcome of start-up |
-//! | `first nothing`, `first read`, `first send`, `first write` | the first message of an initiator; the default is a Write |
+//! | `no crc`, `ird N`, `ord N`, `mulpdu N` | the outcome of start-up |
+//! | `rnr-retry N` | how often the queue pair retries when the peer has no receive; the default is 7, without limit |
+//! | `first nothing`, `first read`, `first send`, `first write` | the first message of an initiator; the default is a Write, or a Hello to anywarp |
 //! | `rights NAME…` | the access rights of the queue pair; the default is all |
 //! | `register NAME len N RIGHT… [foreign]` | a region, perhaps of another protection domain |
 //! | `window NAME over MR at N len N RIGHT… [elsewhere]` | a window of type 2, perhaps of another queue pair |
@@ -29,19 +30,19 @@
 //! | `< OP WORD…` | the peer sends a message; see below |
 //! | `< bytes HEX…`, `< close` | |
 //! | `> TEXT` | the peer receives this message |
-//! | `completes ID STATUS`, `received ID STATUS len N` | the next completion |
+//! | `completes ID STATUS`, `received ID STATUS [len N]` | the next completion |
 //! | `closed`, `open` | the stream is closed and the queue pair has failed, or both work |
 //! | `event NAME` | an asynchronous event was raised |
 //! | `memory NAME zero`, `memory NAME at N len N data N` | a region: the payload pattern at this place, zeros elsewhere |
 //!
 //! Words of a message: `stag`, `to`, `len`, `last`, `msn`, `mo`, `inv`, `size`, `source STAG TO`, `sink STAG TO`,
 //! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`, `skip N` (the first payload byte is that with the
-//! number N). `terminate LAYER/TYPE/CODE about read-response` names the segment that caused the error; `about atomic-response` too. With
-//! `swapped` after the code, the Terminate has the layout of Linux siw, and names a Write. Words of
+//! number N). In `terminate LAYER/TYPE/CODE`, `about read-response` or `about atomic-response` after the code names the segment that
+//! caused the error. With `swapped` after the code, the Terminate has the layout of Linux siw, and names a Write. Words of
 //! a control message: `hello`, `ack N`, `rnr N`, `restart N`, `nak N N`, `ping`, `bye`, `kind N`. To
 //! break rules: `dv`, `rv`, `op`, `qn`, `more` (not the last segment), `tagged`, `untagged`, `cut N` (bytes of the ULPDU
-//! that are sent), `length N` (the value of the length field), `bad-crc`. Payload byte *i* of a message is *i* modulo 251,
-//! plus 1.
+//! that are sent), `length N` (the value of the length field), `bad-crc`. Payload byte *i* is *i* modulo 251, plus 1,
+//! where *i* is counted in an untagged message from its start, and in a tagged message from the start of each segment.
 //!
 //! A number may be `NAME+N` or `NAME-N`: the tagged offset N bytes after or before the start of a region or window. An STag may be `NAME^N`:
 //! the STag of NAME with the bits of N inverted.

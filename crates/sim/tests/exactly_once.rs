@@ -159,7 +159,7 @@ fn a_write_waits_for_room_for_its_record() {
 }
 
 /// A Write of one datagram is not placed while it waits for room for its record. Its sender treats this like a missing
-/// receive: it repeats the Write up to `rnr_retry` times, then the request fails.
+/// receive: the request fails when it has waited 100 ms for each retry that `rnr_retry` permits.
 #[test]
 fn writes_wait_while_the_queue_of_records_is_full() {
     let options = Options {

@@ -146,7 +146,7 @@ struct Stranger {
 }
 
 impl Stranger {
-    /// Returns a peer that has received a token, which it echoes in its further packets to prove its address.
+    /// Returns a peer that has received a token. It echoes the token in its further packets, which are not accepted otherwise.
     fn meets(net: &mut Ether, seen: &Seen, n: u32, to: Id) -> Self {
         let mut s = Self {
             addr: stranger(n),
@@ -300,7 +300,7 @@ fn unacknowledged_answers_are_bounded() {
     }
     let busy = net[b].drops.get(&Dropped::Busy).copied().unwrap_or(0);
     assert!(busy > 0, "{:?}", net[b].drops);
-    // The time limit is a little longer than these two requests take without the other peers.
+    // These two requests complete within the time limit although the other peers acknowledge nothing.
     net.post(a, b, read(1, open.remote(0)).from(&[theirs.all()]));
     net.post(b, a, write(2, theirs.remote(0)).from(&[open.part(0, 1000)]));
     net.run(5 * 1000 * MS);

@@ -51,7 +51,7 @@ fn waiting_packets_use_no_more_memory_than_they_are_charged() {
     }
 }
 
-/// A peer that has proved its address uses less memory than SECURITY.md says, even if the table of peers is full and
+/// A peer that has echoed a token uses no more memory than SECURITY.md says, even if the table of peers is full and
 /// a packet of each peer waits.
 #[test]
 fn a_full_table_of_peers_uses_no_more_memory_than_documented() {

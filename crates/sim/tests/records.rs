@@ -90,7 +90,7 @@ fn lose_nth(net: &mut Ether, nth: usize) {
     }));
 }
 
-/// Checks that the bytes in the validity map were written, and that the others were not.
+/// Checks that the bytes in the validity map were written, and that the others were not. Releases the map.
 fn check_map(net: &mut Ether, of: Id, record: &Record, mr: &Mr, text: &[u8]) {
     let whole = [(0, record.length)];
     let bytes = net[of].host.bytes(mr);

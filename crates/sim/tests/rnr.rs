@@ -417,7 +417,7 @@ fn requests_after_a_dropped_send_are_dropped_until_the_restart() {
         1
     );
     w[end].recv(1, &[]);
-    // This is too late: the message was dropped, and its sender was informed.
+    // This receive is posted too late: the message was dropped, and its sender was informed.
     w.run();
     assert!(w[end].received().is_empty());
     w[peer].sends(&Control::Restart { seq: 2 }.header().emit());

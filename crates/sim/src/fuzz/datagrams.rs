@@ -44,8 +44,9 @@ struct Receiver {
     sends: u64,
     delivered: Vec<u64>,
     now: Duration,
-    /// The tokens that peers have to echo, and the number of their next packet.
+    /// The tokens that peers have to echo.
     tokens: [u32; 3],
+    /// The number of the next packet of each peer.
     next: u32,
 }
 
