@@ -3621,6 +3621,166 @@ static const char *end_keeps_errno(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- connections that are not decided yet */
+
+/* Opens a connection whose connecting end the library does not see: it sends no Request, and the accepting end waits for its bytes. */
+static const char *plain_peer(struct pair *p)
+{
+	struct sockaddr_in at;
+	int listener;
+
+	TRY(listens(&listener, &at, 0, 0));
+	p->a = (int)syscall(SYS_socket, AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(p->a >= 0, "socket: %s", strerror(errno));
+	keep_fd(p->a);
+	ENSURE(!syscall(SYS_connect, p->a, &at, sizeof at), "connect: %s", strerror(errno));
+	p->b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p->b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p->b);
+	return NULL;
+}
+
+static const char *peer_resets(const struct pair *p)
+{
+	struct linger reset = { 1, 0 };
+
+	ENSURE(!syscall(SYS_setsockopt, p->a, SOL_SOCKET, SO_LINGER, &reset, sizeof reset), "SO_LINGER: %s", strerror(errno));
+	ENSURE(!syscall(SYS_close, p->a), "close: %s", strerror(errno));
+	return NULL;
+}
+
+/* Reads a byte. Returns the errno, or 0. */
+static void *error_of_read(void *fd)
+{
+	char c;
+
+	return (void *)(intptr_t)(read(*(int *)fd, &c, 1) < 0 ? errno : 0);
+}
+
+enum { IS_INTERRUPTED, HAS_TIME_LIMIT, IS_RESET, IS_POLLED };
+
+/* The first read of an accepted connection ends as the kernel's does, if the peer has sent nothing. */
+static const char *first_read(size_t how)
+{
+	static const int expected[] = { EINTR, EAGAIN, ECONNRESET, ECONNRESET };
+	struct pair p;
+	pthread_t reader;
+	void *result;
+	uint64_t start = now_ms();
+
+	TRY(plain_peer(&p));
+	TRY(handles(0));
+	if (how == HAS_TIME_LIMIT)
+		ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_RCVTIMEO, &(struct timeval){ .tv_usec = 400000 }, sizeof(struct timeval)),
+		       "setsockopt: %s", strerror(errno));
+	if (how == IS_POLLED) {
+		struct pollfd ready = { p.b, POLLIN, 0 };
+
+		TRY(peer_resets(&p));
+		ENSURE(poll(&ready, 1, LONG_MS) == 1 && ready.revents & POLLERR, "poll reports %#x", ready.revents);
+	}
+	ENSURE(!pthread_create(&reader, NULL, error_of_read, &p.b), "pthread_create");
+	if (how == IS_RESET) {
+		sleep_ms(SHORT_MS);
+		TRY(peer_resets(&p));
+	}
+	if (how == IS_INTERRUPTED) {
+		sleep_ms(100);
+		ENSURE(runs(reader, &result), "read returns without a signal");
+		pthread_kill(reader, SIGUSR1);
+	}
+	TRY(ends(reader, &result));
+	ENSURE((intptr_t)result == expected[how], "read: %s", strerror((int)(intptr_t)result));
+	ENSURE(how != HAS_TIME_LIMIT || now_ms() - start < 790, "the time limit passes twice");
+	return NULL;
+}
+
+enum { WRITES_BLOCKING, WRITES_SPINNING, WRITES_LATE };
+
+struct connecting {
+	int fd;
+	size_t how;
+};
+
+/* Writes two words to a connection that TCP is still opening. Returns the errno, or 0. */
+static void *write_early(void *arg)
+{
+	const struct connecting *c = arg;
+	uint64_t until = now_ms() + LONG_MS;
+
+	if (c->how == WRITES_LATE) {
+		struct pollfd ready = { c->fd, POLLOUT, 0 };
+
+		/* TCP connects meanwhile, and its last acknowledgement is sent without a Request. */
+		sleep_ms(1500);
+		poll(&ready, 1, LONG_MS);
+	}
+	while (write(c->fd, "early", 5) != 5)
+		if (errno != EAGAIN || now_ms() > until)
+			return (void *)(intptr_t)errno;
+	return (void *)(intptr_t)(write(c->fd, "later", 5) == 5 ? 0 : errno);
+}
+
+/*
+ * Programs write to a connection before they know that it is open, and read from one without waiting for bytes. The bytes arrive in order, and
+ * nothing else does. The listener has room for one connection, so the next one is opened when TCP repeats its first segment, after a second.
+ */
+static const char *connects_late(size_t how)
+{
+	struct connecting c = { .how = how };
+	struct sockaddr_in at, own;
+	socklen_t len = sizeof own;
+	pthread_t writer;
+	void *result;
+	char word[10];
+	size_t done = 0;
+	int listener, filler, end;
+
+	at = (struct sockaddr_in){ .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(listener >= 0, "socket: %s", strerror(errno));
+	keep_fd(listener);
+	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 0), "listen: %s", strerror(errno));
+	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	filler = (int)syscall(SYS_socket, AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(filler >= 0, "socket: %s", strerror(errno));
+	keep_fd(filler);
+	ENSURE(!syscall(SYS_connect, filler, &at, sizeof at), "connect: %s", strerror(errno));
+	c.fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(c.fd >= 0, "socket: %s", strerror(errno));
+	keep_fd(c.fd);
+	if (how == WRITES_BLOCKING) {
+		struct timeval soon = { .tv_usec = 20000 }, never = { 0 };
+
+		ENSURE(!setsockopt(c.fd, SOL_SOCKET, SO_SNDTIMEO, &soon, sizeof soon), "SO_SNDTIMEO: %s", strerror(errno));
+		ENSURE(connect(c.fd, (struct sockaddr *)&at, sizeof at) < 0 && errno == EINPROGRESS, "connect: %s", strerror(errno));
+		ENSURE(!setsockopt(c.fd, SOL_SOCKET, SO_SNDTIMEO, &never, sizeof never), "SO_SNDTIMEO: %s", strerror(errno));
+	} else {
+		TRY(nonblocking(c.fd));
+		ENSURE(connect(c.fd, (struct sockaddr *)&at, sizeof at) < 0 && errno == EINPROGRESS, "connect: %s", strerror(errno));
+	}
+	len = sizeof own;
+	ENSURE(!getsockname(c.fd, (struct sockaddr *)&own, &len), "getsockname: %s", strerror(errno));
+	end = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(end >= 0, "accept4: %s", strerror(errno));
+	keep_fd(end);
+	ENSURE(!pthread_create(&writer, NULL, write_early, &c), "pthread_create");
+	end = accept4(listener, (struct sockaddr *)&at, &len, SOCK_CLOEXEC | SOCK_NONBLOCK);
+	ENSURE(end >= 0, "accept4: %s", strerror(errno));
+	keep_fd(end);
+	ENSURE(at.sin_port == own.sin_port, "the listener has accepted another connection");
+	for (uint64_t until = now_ms() + LONG_MS; done < sizeof word && now_ms() < until;) {
+		ssize_t n = recv(end, word + done, sizeof word - done, 0);
+
+		ENSURE(n > 0 || (n < 0 && errno == EAGAIN), "recv: %zd (%s)", n, strerror(errno));
+		done += n > 0 ? (size_t)n : 0;
+	}
+	TRY(ends(writer, &result));
+	ENSURE(result == NULL, "write: %s", strerror((int)(intptr_t)result));
+	ENSURE(done == sizeof word && !memcmp(word, "earlylater", sizeof word), "%zu bytes: \"%.*s\"", done, (int)done, word);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -3787,6 +3947,13 @@ static const struct test tests[] = {
 	{ "reset_before_use_by_acceptor", reset_before_use, ACCEPTED, 0, false },
 	{ "reset_before_use_by_acceptor_with_data", reset_before_use, ACCEPTED | WRITES, 0, false },
 	{ "reset_before_use_undecided", reset_before_use, ACCEPTED | READS_FIRST, 0, false },
+	{ "first_read_interrupted", first_read, IS_INTERRUPTED, 0, false },
+	{ "first_read_times_out", first_read, HAS_TIME_LIMIT, 0, false },
+	{ "first_read_reset", first_read, IS_RESET, 0, false },
+	{ "first_read_reset_polled", first_read, IS_POLLED, 0, false },
+	{ "connects_late_blocking", connects_late, WRITES_BLOCKING, 0, false },
+	{ "connects_late_spinning", connects_late, WRITES_SPINNING, 0, false },
+	{ "connects_late_polling", connects_late, WRITES_LATE, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -470,6 +470,13 @@ impl Stream {
         Box::new(stream)
     }
 
+    /// Returns the stream of a connection that has failed before it was upgraded.
+    pub fn failed(error: c_int) -> Box<Self> {
+        let mut stream = Self::new(false);
+        stream.fail(error);
+        Box::new(stream)
+    }
+
     /// Sets the program's delay options on a connection that has become plain.
     pub fn delay(&self, fd: c_int) {
         let names = [libc::TCP_NODELAY, libc::TCP_CORK];

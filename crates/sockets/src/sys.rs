@@ -262,8 +262,8 @@ pub fn processors() -> libc::c_long {
     unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }
 }
 
-/// Returns whether the TCP connection of a socket is established.
-pub fn is_established(fd: c_int) -> bool {
+/// Returns the state of the TCP connection of a socket.
+fn tcp_state(fd: c_int) -> Option<u8> {
     let mut info = [0u8; 8];
     let mut len = info.len() as socklen_t;
     // SAFETY: the length is that of the value.
@@ -276,8 +276,19 @@ pub fn is_established(fd: c_int) -> bool {
             &raw mut len,
         )
     };
-    // The first byte is the TCP state: 1 is ESTABLISHED, 8 CLOSE_WAIT.
-    r == 0 && matches!(info.first(), Some(1 | 8))
+    info.first().copied().filter(|_| r == 0)
+}
+
+/// Returns whether the TCP connection of a socket is established.
+pub fn is_established(fd: c_int) -> bool {
+    // ESTABLISHED or CLOSE_WAIT.
+    matches!(tcp_state(fd), Some(1 | 8))
+}
+
+/// Returns whether the TCP connection of a socket is being opened.
+pub fn is_connecting(fd: c_int) -> bool {
+    // SYN_SENT or SYN_RECV.
+    matches!(tcp_state(fd), Some(2 | 3))
 }
 
 /// Raises SIGPIPE in the calling thread, as a write after shutdown does.

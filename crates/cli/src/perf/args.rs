@@ -92,7 +92,7 @@ pub(crate) struct Perf {
     #[arg(long, conflicts_with = "event")]
     pub(crate) poll: bool,
 
-    /// Number of receive buffers, used in turn; by default as many as fit 32 MiB
+    /// Number of receive buffers, used in turn; by default as many as fit 32 MiB, but at most 65536
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1_048_575))]
     pub(crate) buffers: Option<u64>,
 

@@ -529,7 +529,11 @@ impl Sock {
         let n = match sys::peek(fd, &mut bytes) {
             Ok(n) => n,
             Err(libc::EAGAIN | libc::EINTR) if !writes => return,
-            Err(_) => 0,
+            Err(libc::EAGAIN | libc::EINTR | libc::EBADF | libc::ENOTSOCK | libc::ENOTCONN) => 0,
+            Err(error) => {
+                self.failed(inner, error);
+                return;
+            }
         };
         let why = if n == 0 {
             Why::WroteFirst
@@ -560,6 +564,14 @@ impl Sock {
         self.becomes(Mode::Up);
         show::upgraded(fd);
         log::line(&format!("stream {fd}: accepted"));
+    }
+
+    /// Called when an undecided connection has failed. The call that found this has consumed the kernel's error, which a broken stream
+    /// returns to the program. `inner`: the lock of the stream.
+    fn failed(&self, mut inner: MutexGuard<'_, Option<Box<Stream>>>, error: c_int) {
+        *inner = Some(Stream::failed(error));
+        self.own();
+        self.becomes(Mode::Up);
     }
 
     /// Makes the connection plain at both ends, because it is passed to another program, which may not have the library. A pending
@@ -677,11 +689,18 @@ impl Sock {
         if self.mode() != Mode::Connecting {
             return;
         }
-        if sys::peek(fd, &mut [0]).is_ok() {
-            // Either the accepting program has written before it saw a Request, so its end is plain, or it has closed the connection.
-            drop(inner);
-            self.go_plain(fd, Why::PeerWroteFirst);
-            return;
+        match sys::peek(fd, &mut [0]) {
+            Ok(_) => {
+                // Either the accepting program has written before it saw a Request, so its end is plain, or it has closed the connection.
+                drop(inner);
+                self.go_plain(fd, Why::PeerWroteFirst);
+                return;
+            }
+            Err(error @ (libc::ECONNRESET | libc::ETIMEDOUT)) => {
+                self.failed(inner, error);
+                return;
+            }
+            Err(_) => {}
         }
         let Some(initiator) = stream::initiator(policy::settings().crc) else {
             return;

@@ -19,49 +19,93 @@ use std::io::{IoSlice, IoSliceMut};
 use std::ptr::{null, null_mut};
 use std::time::{Duration, Instant};
 
-/// Returns the stream of `fd`, after deciding an undecided connection if possible. `None`: the call goes to the kernel.
+/// Returns the stream of `fd` to write to, after deciding an undecided connection. `None`: the call goes to the kernel.
+///
+/// # Errors
+/// The errno with which the program's call fails.
 #[inline]
-fn stream(fd: c_int, writes: bool) -> Option<&'static Sock> {
-    let sock = table::sock(fd)?;
-    if sock.mode() == Mode::Up || sock.decide(fd, writes) == Mode::Up {
-        Some(sock)
-    } else {
-        None
+fn writer(fd: c_int, flags: c_int) -> Result<Option<&'static Sock>, c_int> {
+    let Some(sock) = table::sock(fd) else {
+        return Ok(None);
+    };
+    if sock.mode() == Mode::Up || sock.decide(fd, true) == Mode::Up {
+        return Ok(Some(sock));
     }
+    wait_connected(fd, sock, flags, libc::SO_SNDTIMEO)
 }
 
-/// Waits for the first byte of an accepted connection as the kernel's call would, then decides whether to upgrade the
-/// connection. `None`: it is plain.
-fn wait_undecided(fd: c_int, flags: c_int) -> Option<&'static Sock> {
-    let sock = table::sock(fd)?;
+/// Returns the stream of `fd` to read from, after deciding an undecided connection. `None`: the call goes to the kernel.
+///
+/// # Errors
+/// The errno with which the program's call fails.
+#[inline]
+fn reader(fd: c_int, flags: c_int) -> Result<Option<&'static Sock>, c_int> {
+    let Some(sock) = table::sock(fd) else {
+        return Ok(None);
+    };
+    if flags & libc::MSG_ERRQUEUE != 0 {
+        // The kernel has the queue of errors.
+        return Ok(None);
+    }
+    if sock.mode() == Mode::Up || sock.decide(fd, false) == Mode::Up {
+        return Ok(Some(sock));
+    }
+    if flags & libc::MSG_OOB != 0 {
+        // A read of the urgent byte does not wait.
+        return Ok(None);
+    }
+    wait_first(fd, sock, flags)
+}
+
+/// Waits for the first byte of an accepted connection as the kernel's call would, then decides whether to upgrade the connection. The
+/// result is the call's own, because the kernel's call could return a Request that arrives in between.
+#[cold]
+fn wait_first(
+    fd: c_int,
+    sock: &'static Sock,
+    flags: c_int,
+) -> Result<Option<&'static Sock>, c_int> {
     while sock.mode() == Mode::Accepted {
-        if flags & libc::MSG_DONTWAIT != 0 || sys::is_nonblocking(fd) {
-            return None;
-        }
         let mut byte = 0u8;
+        let flags = libc::MSG_PEEK | flags & libc::MSG_DONTWAIT;
         // SAFETY: the buffer has one byte.
-        let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
+        let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, flags) };
         if n < 0 {
-            return None;
+            return Err(sys::errno());
         }
         sock.decide(fd, false);
     }
-    (sock.mode() == Mode::Up).then_some(sock)
+    wait_connected(fd, sock, flags, libc::SO_RCVTIMEO)
 }
 
-/// Returns the stream to read from; see [`stream`].
-#[inline]
-fn reader(fd: c_int, flags: c_int) -> Option<&'static Sock> {
-    if flags & libc::MSG_ERRQUEUE != 0 {
-        // The kernel has the queue of errors.
-        return None;
+/// Waits until TCP has connected as the kernel's call would, then decides. The kernel's call could send bytes before the Request. `option`:
+/// the time-out of the call.
+#[cold]
+fn wait_connected(
+    fd: c_int,
+    sock: &'static Sock,
+    flags: c_int,
+    option: c_int,
+) -> Result<Option<&'static Sock>, c_int> {
+    let mut limit = TimeLimit::default();
+    while sock.mode() == Mode::Connecting {
+        if !sys::is_connecting(fd) {
+            // Either TCP has connected, or the kernel's call returns the error.
+            sock.decide(fd, false);
+            break;
+        }
+        if flags & libc::MSG_DONTWAIT != 0 || sys::is_nonblocking(fd) {
+            return Err(libc::EAGAIN);
+        }
+        let left = limit.left(fd, option);
+        match sys::poll_one(fd, libc::POLLOUT, left) {
+            Ok(0) => return Err(libc::EAGAIN),
+            Err(libc::EINTR) if interrupted(left) == 0 => {}
+            Err(e) => return Err(e),
+            Ok(_) => {}
+        }
     }
-    match stream(fd, false) {
-        Some(sock) => Some(sock),
-        // A read of the urgent byte does not wait.
-        None if flags & libc::MSG_OOB != 0 => None,
-        None => wait_undecided(fd, flags),
-    }
+    Ok((sock.mode() == Mode::Up).then_some(sock))
 }
 
 fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: c_int) -> isize {
@@ -563,7 +607,7 @@ unsafe fn transmit_one(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
     match reader(fd, 0) {
-        Some(sock) => {
+        Ok(Some(sock)) => {
             // SAFETY: upheld by the caller.
             let n = unsafe { receive_one(fd, sock, buf, len, 0) };
             if is_stale(fd, n) {
@@ -573,7 +617,10 @@ pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -
             n
         }
         // SAFETY: upheld by the caller.
-        None => unsafe { dgram::read(fd, buf, len).unwrap_or_else(|| real::read(fd, buf, len)) },
+        Ok(None) => unsafe {
+            dgram::read(fd, buf, len).unwrap_or_else(|| real::read(fd, buf, len))
+        },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -609,14 +656,15 @@ pub unsafe extern "C-unwind" fn recv(
 ) -> ssize_t {
     match reader(fd, flags) {
         // The program's memory may be shorter than `len`, which counts the bytes to discard.
-        Some(sock) if flags & libc::MSG_TRUNC != 0 => discard(fd, sock, len, flags),
+        Ok(Some(sock)) if flags & libc::MSG_TRUNC != 0 => discard(fd, sock, len, flags),
         // SAFETY: upheld by the caller.
-        Some(sock) => unsafe { receive_one(fd, sock, buf, len, flags) },
+        Ok(Some(sock)) => unsafe { receive_one(fd, sock, buf, len, flags) },
         // SAFETY: upheld by the caller.
-        None => unsafe {
+        Ok(None) => unsafe {
             dgram::recvfrom(fd, buf, len, flags, null_mut(), null_mut())
                 .unwrap_or_else(|| real::recv(fd, buf, len, flags))
         },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -654,23 +702,26 @@ pub unsafe extern "C-unwind" fn recvfrom(
     alen: *mut socklen_t,
 ) -> ssize_t {
     match reader(fd, flags) {
-        Some(sock) => {
-            if !alen.is_null() && !addr.is_null() {
+        Ok(Some(sock)) => {
+            let n = if flags & libc::MSG_TRUNC != 0 {
+                discard(fd, sock, len, flags)
+            } else {
+                // SAFETY: upheld by the caller.
+                unsafe { receive_one(fd, sock, buf, len, flags) }
+            };
+            if n >= 0 && !alen.is_null() && !addr.is_null() {
                 // TCP returns no address either.
                 // SAFETY: upheld by the caller.
                 unsafe { *alen = 0 };
             }
-            if flags & libc::MSG_TRUNC != 0 {
-                return discard(fd, sock, len, flags);
-            }
-            // SAFETY: upheld by the caller.
-            unsafe { receive_one(fd, sock, buf, len, flags) }
+            n
         }
         // SAFETY: upheld by the caller.
-        None => unsafe {
+        Ok(None) => unsafe {
             dgram::recvfrom(fd, buf, len, flags, addr, alen)
                 .unwrap_or_else(|| real::recvfrom(fd, buf, len, flags, addr, alen))
         },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -703,7 +754,7 @@ pub unsafe extern "C-unwind" fn __recvfrom_chk(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
     match reader(fd, 0) {
-        Some(sock) => {
+        Ok(Some(sock)) => {
             // SAFETY: upheld by the caller. A negative number is larger than any list.
             match unsafe { list_mut(iov, n as usize, libc::EINVAL) } {
                 Ok(mut parts) => {
@@ -718,7 +769,8 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
             }
         }
         // SAFETY: upheld by the caller.
-        None => unsafe { dgram::readv(fd, iov, n).unwrap_or_else(|| real::readv(fd, iov, n)) },
+        Ok(None) => unsafe { dgram::readv(fd, iov, n).unwrap_or_else(|| real::readv(fd, iov, n)) },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -729,7 +781,7 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t {
     match reader(fd, flags) {
-        Some(sock) if !is_nowhere(msg) => {
+        Ok(Some(sock)) if !is_nowhere(msg) => {
             // SAFETY: upheld by the caller.
             let (iov, count) = unsafe { ((*msg).msg_iov, (*msg).msg_iovlen) };
             let n = if flags & libc::MSG_TRUNC != 0 {
@@ -756,9 +808,10 @@ pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_in
             n
         }
         // SAFETY: upheld by the caller.
-        _ => unsafe {
+        Ok(_) => unsafe {
             dgram::recvmsg(fd, msg, flags).unwrap_or_else(|| real::recvmsg(fd, msg, flags))
         },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -774,12 +827,16 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     flags: c_int,
     timeout: *mut timespec,
 ) -> c_int {
-    if reader(fd, flags).is_none() {
-        // SAFETY: upheld by the caller.
-        return unsafe {
-            batch::recvmmsg(fd, msgs, n, flags, timeout)
-                .unwrap_or_else(|| real::recvmmsg(fd, msgs, n, flags, timeout))
-        };
+    match reader(fd, flags) {
+        Ok(Some(_)) => {}
+        Ok(None) => {
+            // SAFETY: upheld by the caller.
+            return unsafe {
+                batch::recvmmsg(fd, msgs, n, flags, timeout)
+                    .unwrap_or_else(|| real::recvmmsg(fd, msgs, n, flags, timeout))
+            };
+        }
+        Err(e) => return fail(e),
     }
     if is_nowhere(msgs) {
         return fail(libc::EFAULT);
@@ -818,8 +875,8 @@ pub unsafe extern "C-unwind" fn recvmmsg(
 /// The requirements of `write` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
-    match stream(fd, true) {
-        Some(sock) => {
+    match writer(fd, 0) {
+        Ok(Some(sock)) => {
             // SAFETY: upheld by the caller.
             let n = unsafe { transmit_one(fd, sock, buf, len, 0) };
             if is_stale(fd, n) {
@@ -829,9 +886,10 @@ pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t
             n
         }
         // SAFETY: upheld by the caller.
-        None => unsafe {
+        Ok(None) => unsafe {
             dgram::sendto(fd, buf, len, 0, null(), 0).unwrap_or_else(|| real::write(fd, buf, len))
         },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -846,14 +904,15 @@ pub unsafe extern "C-unwind" fn send(
     len: size_t,
     flags: c_int,
 ) -> ssize_t {
-    match stream(fd, true) {
+    match writer(fd, flags) {
         // SAFETY: upheld by the caller.
-        Some(sock) => unsafe { transmit_one(fd, sock, buf, len, flags) },
+        Ok(Some(sock)) => unsafe { transmit_one(fd, sock, buf, len, flags) },
         // SAFETY: upheld by the caller.
-        None => unsafe {
+        Ok(None) => unsafe {
             dgram::sendto(fd, buf, len, flags, null(), 0)
                 .unwrap_or_else(|| real::send(fd, buf, len, flags))
         },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -870,14 +929,15 @@ pub unsafe extern "C-unwind" fn sendto(
     addr: *const sockaddr,
     alen: socklen_t,
 ) -> ssize_t {
-    match stream(fd, true) {
+    match writer(fd, flags) {
         // SAFETY: upheld by the caller.
-        Some(sock) => unsafe { transmit_one(fd, sock, buf, len, flags) },
+        Ok(Some(sock)) => unsafe { transmit_one(fd, sock, buf, len, flags) },
         // SAFETY: upheld by the caller.
-        None => unsafe {
+        Ok(None) => unsafe {
             dgram::sendto(fd, buf, len, flags, addr, alen)
                 .unwrap_or_else(|| real::sendto(fd, buf, len, flags, addr, alen))
         },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -887,8 +947,8 @@ pub unsafe extern "C-unwind" fn sendto(
 /// The requirements of `writev` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
-    match stream(fd, true) {
-        Some(sock) => {
+    match writer(fd, 0) {
+        Ok(Some(sock)) => {
             // SAFETY: upheld by the caller. A negative number is larger than any list.
             match unsafe { list(iov, n as usize, libc::EINVAL) } {
                 Ok(mut parts) => {
@@ -903,7 +963,10 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
             }
         }
         // SAFETY: upheld by the caller.
-        None => unsafe { dgram::writev(fd, iov, n).unwrap_or_else(|| real::writev(fd, iov, n)) },
+        Ok(None) => unsafe {
+            dgram::writev(fd, iov, n).unwrap_or_else(|| real::writev(fd, iov, n))
+        },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -958,8 +1021,8 @@ unsafe fn hand_over(msg: *const msghdr) {
 pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_int) -> ssize_t {
     // SAFETY: upheld by the caller.
     unsafe { hand_over(msg) };
-    match stream(fd, true) {
-        Some(sock) if !is_nowhere(msg) => {
+    match writer(fd, flags) {
+        Ok(Some(sock)) if !is_nowhere(msg) => {
             // SAFETY: upheld by the caller.
             match unsafe { list((*msg).msg_iov, (*msg).msg_iovlen, libc::EMSGSIZE) } {
                 Ok(mut parts) => transmit(fd, sock, &mut parts, flags),
@@ -967,9 +1030,10 @@ pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_
             }
         }
         // SAFETY: upheld by the caller.
-        _ => unsafe {
+        Ok(_) => unsafe {
             dgram::sendmsg(fd, msg, flags).unwrap_or_else(|| real::sendmsg(fd, msg, flags))
         },
+        Err(e) => fail_long(e),
     }
 }
 
@@ -984,7 +1048,11 @@ pub unsafe extern "C-unwind" fn sendmmsg(
     n: c_uint,
     flags: c_int,
 ) -> c_int {
-    if stream(fd, true).is_none() {
+    let writer = match writer(fd, flags) {
+        Ok(writer) => writer,
+        Err(e) => return fail(e),
+    };
+    if writer.is_none() {
         let all = if is_nowhere(msgs) { 0 } else { n.min(1024) };
         for i in 0..all as usize {
             // SAFETY: upheld by the caller.
@@ -1022,9 +1090,11 @@ pub unsafe extern "C-unwind" fn sendfile(
     offset: *mut off_t,
     n: size_t,
 ) -> ssize_t {
-    let Some(sock) = stream(out, true) else {
+    let sock = match writer(out, 0) {
+        Ok(Some(sock)) => sock,
         // SAFETY: upheld by the caller.
-        return unsafe { real::sendfile(out, from, offset, n) };
+        Ok(None) => return unsafe { real::sendfile(out, from, offset, n) },
+        Err(e) => return fail_long(e),
     };
     if !offset.is_null() && is_nowhere(offset) {
         return fail_long(libc::EFAULT);
@@ -1109,8 +1179,16 @@ pub unsafe extern "C-unwind" fn splice(
     n: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    if stream(from, false).is_some() || stream(to, true).is_some() {
-        return fail(libc::EINVAL) as ssize_t;
+    let waits = if flags & libc::SPLICE_F_NONBLOCK != 0 {
+        libc::MSG_DONTWAIT
+    } else {
+        0
+    };
+    let sock = reader(from, waits).and_then(|sock| Ok(sock.or(writer(to, waits)?)));
+    match sock {
+        Ok(None) => {}
+        Ok(Some(_)) => return fail_long(libc::EINVAL),
+        Err(e) => return fail_long(e),
     }
     // SAFETY: upheld by the caller.
     unsafe { real::splice(from, off_in, to, off_out, n, flags) }
