@@ -20,6 +20,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/select.h>
+#include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -3781,6 +3782,186 @@ static const char *connects_late(size_t how)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- the end, for waits without POLLIN */
+
+enum { WITH_HANGUP, WITH_END, WITH_EDGE };
+
+static void *shut_later(void *fd)
+{
+	sleep_ms(50);
+	return (void *)(intptr_t)shutdown(*(int *)fd, SHUT_WR);
+}
+
+/* A wait that does not ask for data reports the end behind data that the program has not read. */
+static const char *end_behind_data(size_t how)
+{
+	static char block[60000];
+	struct pair p;
+	pthread_t thread;
+	void *result;
+	int set;
+	uint32_t wanted = how == WITH_HANGUP ? 0 : how == WITH_END ? EPOLLRDHUP : EPOLLRDHUP | EPOLLET;
+	uint32_t found = how == WITH_HANGUP ? EPOLLHUP : EPOLLRDHUP;
+	struct pollfd ready;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.a, wanted, 1));
+	ready = (struct pollfd){ p.a, (short)(wanted & 0xffff), 0 };
+	if (how == WITH_HANGUP)
+		ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	ENSURE(write(p.b, block, sizeof block) == sizeof block, "write: %s", strerror(errno));
+	TRY(is_quiet(set));
+	ENSURE(poll(&ready, 1, 0) == 0, "poll reports %#x", ready.revents);
+	ENSURE(!pthread_create(&thread, NULL, shut_later, &p.b), "pthread_create");
+	TRY(reports(set, found, 1));
+	TRY(ends(thread, &result));
+	ENSURE(result == NULL, "shutdown fails");
+	ENSURE(poll(&ready, 1, LONG_MS) == 1 && (uint32_t)ready.revents == found, "poll reports %#x", ready.revents);
+	TRY(take_all(p.a, sizeof block));
+	ENSURE(read(p.a, block, 1) == 0, "read: %s", strerror(errno));
+	return NULL;
+}
+
+/* A program writes to a peer that has closed the connection. Its waits report the reset, the next write fails, and a read returns the end. */
+static const char *reset_behind_end(size_t arg)
+{
+	struct pair p;
+	struct pollfd ready;
+	char byte;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!close(p.b), "close: %s", strerror(errno));
+	ready = (struct pollfd){ p.a, POLLIN, 0 };
+	ENSURE(poll(&ready, 1, LONG_MS) == 1 && ready.revents == POLLIN, "poll reports %#x", ready.revents);
+	TRY(text(p.a, "x"));
+	ready.events = 0;
+	ENSURE(poll(&ready, 1, LONG_MS) == 1 && ready.revents == (POLLERR | POLLHUP), "poll reports %#x", ready.revents);
+	ENSURE(read(p.a, &byte, 1) == 0, "read: %s", strerror(errno));
+	ENSURE(send(p.a, "x", 1, MSG_NOSIGNAL) < 0 && errno == EPIPE, "send: %s", strerror(errno));
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- further calls */
+
+/* preadv2 and pwritev2 with the offset -1 are like readv and writev. With other offsets they fail on a socket. */
+static const char *vectors(size_t arg)
+{
+	char word[8] = "";
+	struct iovec out[2] = { { "ab", 2 }, { "cd", 2 } }, in[2] = { { word, 3 }, { word + 3, 3 } };
+	struct pair p;
+	ssize_t n;
+
+	(void)arg;
+	TRY(connected(&p));
+	n = preadv2(p.b, in, 2, -1, RWF_NOWAIT);
+	if (n < 0 && errno == EOPNOTSUPP)
+		SKIP("the kernel has no RWF_NOWAIT for sockets");
+	ENSURE(n < 0 && errno == EAGAIN, "preadv2 of nothing: %zd (%s)", n, strerror(errno));
+	ENSURE(pwritev2(p.a, out, 2, -1, 0) == 4, "pwritev2: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll");
+	n = preadv2(p.b, in, 2, -1, 0);
+	ENSURE(n == 4 && !memcmp(word, "abcd", 4), "preadv2: %zd \"%.4s\"", n, word);
+	ENSURE(preadv2(p.b, in, 2, 0, 0) < 0 && errno == ESPIPE, "preadv2 at 0: %s", strerror(errno));
+	ENSURE(pwritev2(p.a, out, 2, 0, 0) < 0 && errno == ESPIPE, "pwritev2 at 0: %s", strerror(errno));
+	ENSURE(pwritev2(p.a, out, 2, -1, 0x4000) < 0 && errno == EOPNOTSUPP, "pwritev2 with a wrong flag: %s", strerror(errno));
+	TRY(text(p.a, "e"));
+	TRY(takes(p.b, "e"));
+	return NULL;
+}
+
+/* A recv without room waits for a byte and leaves it. A read without room returns at once. */
+static const char *reads_nothing(size_t arg)
+{
+	struct pair p;
+	char byte;
+	struct iovec list[1025] = { { &byte, 1 } };
+	struct msghdr message = { .msg_iov = list, .msg_iovlen = 1025 };
+	socklen_t len = 7;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(read(p.a, &byte, 0) == 0, "read: %s", strerror(errno));
+	ENSURE(recv(p.a, &byte, 0, MSG_DONTWAIT) < 0 && errno == EAGAIN, "recv: %s", strerror(errno));
+	ENSURE(recvfrom(p.a, &byte, 1, MSG_DONTWAIT, (struct sockaddr *)list, &len) < 0 && len == 7, "recvfrom: length %u", len);
+	ENSURE(recvmsg(p.a, &message, MSG_DONTWAIT) < 0 && errno == EMSGSIZE, "recvmsg: %s", strerror(errno));
+	ENSURE(sendmsg(p.a, &message, MSG_DONTWAIT) < 0 && errno == EMSGSIZE, "sendmsg: %s", strerror(errno));
+	TRY(text(p.b, "x"));
+	ENSURE(recv(p.a, &byte, 0, 0) == 0, "recv: %s", strerror(errno));
+	TRY(takes(p.a, "x"));
+	ENSURE(!shutdown(p.b, SHUT_WR), "shutdown: %s", strerror(errno));
+	ENSURE(recv(p.a, &byte, 0, 0) == 0, "recv at the end: %s", strerror(errno));
+	return NULL;
+}
+
+/* A pipe cannot be the source of sendfile. Programs that get EINVAL copy the bytes themselves. */
+static const char *sends_no_pipe(size_t arg)
+{
+	struct pair p;
+	int ends[2];
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!pipe(ends), "pipe: %s", strerror(errno));
+	keep_fd(ends[0]);
+	keep_fd(ends[1]);
+	ENSURE(write(ends[1], "x", 1) == 1, "write: %s", strerror(errno));
+	ENSURE(sendfile(p.a, ends[0], NULL, 1) < 0 && errno == EINVAL, "sendfile: %s", strerror(errno));
+	return NULL;
+}
+
+/* SO_PEEK_OFF: each read with MSG_PEEK continues behind the last one. */
+static const char *peeks_on(size_t arg)
+{
+	struct pair p;
+	char word[4];
+	int at = 0;
+
+	(void)arg;
+	TRY(accepted(&p));
+	if (setsockopt(p.b, SOL_SOCKET, SO_PEEK_OFF, &at, sizeof at))
+		SKIP("the kernel has no SO_PEEK_OFF for TCP");
+	TRY(text(p.a, "abcd"));
+	ENSURE(recv(p.b, word, 2, MSG_PEEK) == 2 && !memcmp(word, "ab", 2), "recv");
+	ENSURE(recv(p.b, word, 2, MSG_PEEK) == 2 && !memcmp(word, "cd", 2), "the second recv returns \"%.2s\"", word);
+	TRY(takes(p.b, "abcd"));
+	return NULL;
+}
+
+/* If a wait reports an event, a signal that only the wait permits stays pending. */
+static const char *signal_stays_pending(size_t arg)
+{
+	struct pair p;
+	struct pollfd ready;
+	struct epoll_event e;
+	sigset_t none, usr, before, pending;
+	char byte;
+	int set, n, m;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(handles(0));
+	TRY(new_set(&set));
+	TRY(add(set, p.a, EPOLLIN, 1));
+	TRY(text(p.b, "xy"));
+	TRY(reports(set, EPOLLIN, 1));
+	TRY(takes(p.a, "x"));
+	sigemptyset(&none);
+	sigemptyset(&usr);
+	sigaddset(&usr, SIGUSR1);
+	ENSURE(!pthread_sigmask(SIG_BLOCK, &usr, &before) && !raise(SIGUSR1), "raise: %s", strerror(errno));
+	ready = (struct pollfd){ p.a, POLLIN, 0 };
+	n = ppoll(&ready, 1, NULL, &none);
+	m = epoll_pwait(set, &e, 1, -1, &none);
+	sigpending(&pending);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	ENSURE(n == 1 && m == 1, "ppoll returns %d, and epoll_pwait %d", n, m);
+	ENSURE(sigismember(&pending, SIGUSR1), "the signal does not stay pending");
+	ENSURE(read(p.a, &byte, 1) == 1, "read: %s", strerror(errno));
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -3954,6 +4135,15 @@ static const struct test tests[] = {
 	{ "connects_late_blocking", connects_late, WRITES_BLOCKING, 0, false },
 	{ "connects_late_spinning", connects_late, WRITES_SPINNING, 0, false },
 	{ "connects_late_polling", connects_late, WRITES_LATE, 0, false },
+	{ "hangup_behind_data", end_behind_data, WITH_HANGUP, 0, false },
+	{ "end_behind_data", end_behind_data, WITH_END, 0, false },
+	{ "end_behind_data_edge", end_behind_data, WITH_EDGE, 0, false },
+	{ "reset_behind_end", reset_behind_end, 0, 0, false },
+	{ "vectors", vectors, 0, 0, false },
+	{ "reads_nothing", reads_nothing, 0, 0, false },
+	{ "sends_no_pipe", sends_no_pipe, 0, 0, false },
+	{ "peeks_on", peeks_on, 0, 0, false },
+	{ "signal_stays_pending", signal_stays_pending, 0, 0, false },
 };
 
 int main(int argc, char **argv)

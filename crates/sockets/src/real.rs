@@ -113,6 +113,8 @@ originals! {
     sendfile(out: c_int, from: c_int, offset: *mut off_t, n: size_t) -> ssize_t;
     splice(from: c_int, off_in: *mut i64, to: c_int, off_out: *mut i64, n: size_t, flags: c_uint) -> ssize_t;
     pread(fd: c_int, buf: *mut c_void, len: size_t, offset: off_t) -> ssize_t;
+    preadv2(fd: c_int, iov: *const iovec, n: c_int, offset: off_t, flags: c_int) -> ssize_t;
+    pwritev2(fd: c_int, iov: *const iovec, n: c_int, offset: off_t, flags: c_int) -> ssize_t;
     poll(fds: *mut pollfd, n: nfds_t, timeout: c_int) -> c_int;
     __poll_chk(fds: *mut pollfd, n: nfds_t, timeout: c_int, room: size_t) -> c_int;
     ppoll(fds: *mut pollfd, n: nfds_t, timeout: *const timespec, mask: *const sigset_t) -> c_int;

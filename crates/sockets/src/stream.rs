@@ -625,11 +625,16 @@ impl Stream {
         events
     }
 
+    /// Returns whether the end of the peer's data causes POLLHUP, which is reported to every wait.
+    fn awaits_end(&self) -> bool {
+        self.shut_wr && !(self.broken || self.eof || self.hung_up || self.shut_rd)
+    }
+
     /// Returns the events to wait for at the carrier when the program waits for `wanted`.
     pub fn carrier_events(&self, wanted: i16) -> i16 {
         let mut events = wanted & !(libc::POLLIN | libc::POLLOUT);
         let reads = libc::POLLIN | libc::POLLRDHUP | libc::POLLPRI | libc::POLLRDNORM;
-        if wanted & reads != 0 {
+        if wanted & reads != 0 || self.awaits_end() {
             events |= libc::POLLIN;
         }
         if wanted & (libc::POLLOUT | libc::POLLWRNORM) != 0 {
@@ -684,7 +689,11 @@ impl Stream {
     fn fail(&mut self, error: c_int) {
         if !self.broken {
             self.broken = true;
-            self.error = error;
+            self.error = match error {
+                // As in the kernel, if the reset comes after the end of the peer's data.
+                libc::ECONNRESET if self.eof => libc::EPIPE,
+                error => error,
+            };
             self.news.readable = true;
             self.news.writable = true;
         }
@@ -1073,12 +1082,18 @@ impl Stream {
         self.flush(fd);
     }
 
-    /// Handles events of the carrier: receives until there is something to report, and sends queued bytes. With `only_urgent`,
-    /// readable payload is not reported.
-    pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool, only_urgent: bool) {
+    /// Handles events of the carrier: receives until there is something to report, and sends queued bytes. `wanted`: the events for
+    /// which the program waits.
+    pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool, wanted: i16) {
         let inward = libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLRDHUP;
+        let broken = events & (libc::POLLHUP | libc::POLLERR) != 0;
+        // The program does not wait for payload, but for something that may be behind it: the end, or an urgent byte.
+        let unread = wanted & (libc::POLLIN | libc::POLLRDNORM) == 0;
+        let until_end = unread && (wanted & libc::POLLRDHUP != 0 || self.awaits_end());
+        let until_urgent = unread && wanted & libc::POLLPRI != 0;
         // If nothing can be written, everything is received, because a new limit may follow the payload.
-        let is_enough = events & inward == libc::POLLIN && self.is_writable() && !only_urgent;
+        let is_enough =
+            events & inward == libc::POLLIN && self.is_writable() && !until_end && !until_urgent;
         // The kernel reports the end with the bytes before it, and does not report it again to an edge-triggered set. A program that
         // has been told of the end reads on after a short read.
         self.hung_up |= events & libc::POLLRDHUP != 0 && !self.deaf;
@@ -1101,8 +1116,15 @@ impl Stream {
             };
             // What is left in the carrier is not reported again to an edge-triggered set: the end behind a message without payload, or
             // a limit or an urgent byte behind the payload.
-            let may_follow = |s: &Self| !s.is_writable() || only_urgent && !s.is_urgent();
+            let may_follow = |s: &Self| {
+                broken || !s.is_writable() || until_end || until_urgent && !s.is_urgent()
+            };
             while (self.queue.len() == before || may_follow(self)) && self.pull(fd, None, most) {}
+        }
+        if broken && self.closed && !self.fin && !self.plain {
+            // The peer has reset the connection after its end. A receive returns only the end.
+            let error = sys::option(fd, libc::SOL_SOCKET, libc::SO_ERROR);
+            self.fail(error.unwrap_or(0));
         }
         if events & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP) != 0 {
             self.news.writable |= std::mem::take(&mut self.full);
@@ -1163,7 +1185,7 @@ impl Stream {
         if dest.done() > 0 || dest.is_full() {
             return Ok(());
         }
-        if self.error != 0 {
+        if self.error != 0 && !self.eof {
             return Err(self.take_error());
         }
         if self.eof || self.broken || self.shut_rd {

@@ -28,7 +28,8 @@ fn done(r: c_int) -> Result<c_int, c_int> {
     if r < 0 { Err(errno()) } else { Ok(r) }
 }
 
-fn message(iov: *mut iovec, n: usize) -> msghdr {
+/// Returns a message header with a list of buffers.
+pub fn message(iov: *mut iovec, n: usize) -> msghdr {
     // SAFETY: an all-zero message header is valid.
     let mut m: msghdr = unsafe { std::mem::zeroed() };
     m.msg_iov = iov;

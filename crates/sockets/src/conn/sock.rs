@@ -929,6 +929,7 @@ impl Sock {
             {
                 let receiver = received.insert(Receiver::new(self));
                 drop(stays);
+                // The caller reports the events. Only threads that wait for the stream outside the set are woken.
                 (inner, got, stays) = self.receive(inner, fd, dest);
                 receiver.end();
             }
@@ -1307,7 +1308,7 @@ impl Sock {
         result
     }
 
-    /// Processes events of the carrier. `wanted`: the events of the stream for which the program waits, or 0 if it calls another function.
+    /// Processes events of the carrier. `wanted`: the events of the stream for which the program waits, or POLLIN if it calls another function.
     /// Returns the resulting events of the stream.
     pub fn process(&'static self, fd: c_int, events: i16, wanted: i16) -> i16 {
         let wanted = u32::from(wanted.cast_unsigned());
@@ -1333,11 +1334,8 @@ impl Sock {
         let _stays = sys::NotCancelled::begin();
         let done = self.with(|stream| {
             if events != 0 {
-                let only_urgent =
-                    for_carrier(wanted) & (libc::POLLIN | libc::POLLPRI) == libc::POLLPRI;
-                stream.on_carrier(fd, events, self.may_pull(), only_urgent);
+                stream.on_carrier(fd, events, self.may_pull(), for_carrier(wanted));
             }
-            // The caller reports the events. Only threads that wait for the stream outside the set are woken.
             (
                 stream.readiness(),
                 Carrier::of(stream, wanted),
@@ -1504,7 +1502,7 @@ impl Sock {
                 Ok(0) if to_early.is_zero() && sys::is_unreachable(fd) => return,
                 Ok(0) => {}
                 Ok(ready) => {
-                    self.process(fd, ready, 0);
+                    self.process(fd, ready, libc::POLLIN);
                 }
                 Err(libc::EINTR) => {}
                 Err(_) => return,

@@ -122,6 +122,13 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
             None => fail_long(libc::EBADF),
         };
     }
+    if dest.is_full() {
+        // The program has no room. As in the kernel, the call waits for a byte, and leaves it.
+        let mut byte = [0];
+        let parts = &mut [IoSliceMut::new(&mut byte)];
+        let flags = flags & libc::MSG_DONTWAIT | libc::MSG_PEEK;
+        return receive(fd, sock, parts, flags).min(0);
+    }
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0 && !peek;
     let mut limit = TimeLimit::default();
@@ -325,7 +332,7 @@ fn transmit_all(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags
     if is_starting && may_wait && !sys::is_nonblocking(fd) {
         let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
         if let Ok(events) = ready {
-            sock.process(fd, events, 0);
+            sock.process(fd, events, libc::POLLIN);
         }
     }
     done as isize
@@ -369,7 +376,7 @@ fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait, limit: &mut TimeLim
         Ok(Kicked::TimeOut) => libc::EAGAIN,
         Ok(Kicked::Other) => 0,
         Ok(Kicked::Ready(ready)) => {
-            sock.process(fd, ready, 0);
+            sock.process(fd, ready, libc::POLLIN);
             0
         }
         Err(libc::EINTR) => interrupted(left),
@@ -607,6 +614,7 @@ unsafe fn transmit_one(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
     match reader(fd, 0) {
+        Ok(Some(_)) if len == 0 => 0,
         Ok(Some(sock)) => {
             // SAFETY: upheld by the caller.
             let n = unsafe { receive_one(fd, sock, buf, len, 0) };
@@ -757,6 +765,7 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
         Ok(Some(sock)) => {
             // SAFETY: upheld by the caller. A negative number is larger than any list.
             match unsafe { list_mut(iov, n as usize, libc::EINVAL) } {
+                Ok(parts) if parts.iter().all(|part| part.is_empty()) => 0,
                 Ok(mut parts) => {
                     let done = receive(fd, sock, &mut parts, 0);
                     if is_stale(fd, done) {
@@ -772,6 +781,111 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
         Ok(None) => unsafe { dgram::readv(fd, iov, n).unwrap_or_else(|| real::readv(fd, iov, n)) },
         Err(e) => fail_long(e),
     }
+}
+
+/// Returns the message header with which `recvmsg` or `sendmsg` does the same as `preadv2` or `pwritev2` with the offset -1 on a socket,
+/// and the flags. `None`: the call goes to the kernel.
+///
+/// # Errors
+/// The errno with which the program's call fails.
+fn as_message(
+    fd: c_int,
+    iov: *const iovec,
+    n: c_int,
+    offset: off_t,
+    flags: c_int,
+) -> Result<Option<(msghdr, c_int)>, c_int> {
+    let is_known = matches!(table::get(fd), Entry::Sock(_) | Entry::Dgram(_));
+    if offset != -1 || !is_known {
+        return Ok(None);
+    }
+    const IGNORED: c_int = libc::RWF_HIPRI | libc::RWF_DSYNC | libc::RWF_SYNC | libc::RWF_APPEND;
+    if flags & !(libc::RWF_NOWAIT | IGNORED) != 0 {
+        return Err(libc::EOPNOTSUPP);
+    }
+    if !(0..=limits::BUFFERS as c_int).contains(&n) {
+        return Err(libc::EINVAL);
+    }
+    let waits = if flags & libc::RWF_NOWAIT != 0 {
+        libc::MSG_DONTWAIT
+    } else {
+        0
+    };
+    Ok(Some((sys::message(iov.cast_mut(), n as usize), waits)))
+}
+
+/// See `preadv2(2)`.
+///
+/// # Safety
+/// The requirements of `preadv2` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn preadv2(
+    fd: c_int,
+    iov: *const iovec,
+    n: c_int,
+    offset: off_t,
+    flags: c_int,
+) -> ssize_t {
+    match as_message(fd, iov, n, offset, flags) {
+        // SAFETY: upheld by the caller.
+        Ok(Some((mut msg, flags))) => unsafe { recvmsg(fd, &raw mut msg, flags) },
+        // SAFETY: upheld by the caller.
+        Ok(None) => unsafe { real::preadv2(fd, iov, n, offset, flags) },
+        Err(e) => fail_long(e),
+    }
+}
+
+/// See `preadv2(2)`.
+///
+/// # Safety
+/// The requirements of `preadv2` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn preadv64v2(
+    fd: c_int,
+    iov: *const iovec,
+    n: c_int,
+    offset: off_t,
+    flags: c_int,
+) -> ssize_t {
+    // SAFETY: upheld by the caller.
+    unsafe { preadv2(fd, iov, n, offset, flags) }
+}
+
+/// See `pwritev2(2)`.
+///
+/// # Safety
+/// The requirements of `pwritev2` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn pwritev2(
+    fd: c_int,
+    iov: *const iovec,
+    n: c_int,
+    offset: off_t,
+    flags: c_int,
+) -> ssize_t {
+    match as_message(fd, iov, n, offset, flags) {
+        // SAFETY: upheld by the caller.
+        Ok(Some((msg, flags))) => unsafe { sendmsg(fd, &raw const msg, flags) },
+        // SAFETY: upheld by the caller.
+        Ok(None) => unsafe { real::pwritev2(fd, iov, n, offset, flags) },
+        Err(e) => fail_long(e),
+    }
+}
+
+/// See `pwritev2(2)`.
+///
+/// # Safety
+/// The requirements of `pwritev2` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn pwritev64v2(
+    fd: c_int,
+    iov: *const iovec,
+    n: c_int,
+    offset: off_t,
+    flags: c_int,
+) -> ssize_t {
+    // SAFETY: upheld by the caller.
+    unsafe { pwritev2(fd, iov, n, offset, flags) }
 }
 
 /// See `recvmsg(2)`.
@@ -1108,10 +1222,10 @@ pub unsafe extern "C-unwind" fn sendfile(
         }
     };
     if at < 0 {
-        return fail_long(if offset.is_null() {
-            sys::errno()
-        } else {
-            libc::EINVAL
+        // The kernel refuses a pipe with EINVAL too, and programs then use `read` and `write`.
+        return fail_long(match sys::errno() {
+            e if offset.is_null() && e != libc::ESPIPE => e,
+            _ => libc::EINVAL,
         });
     }
     let mut buffer = vec![0u8; limits::FILE_PIECE.min(n)];
@@ -1125,6 +1239,7 @@ pub unsafe extern "C-unwind" fn sendfile(
             Ok(0) => break,
             Ok(got) => got,
             Err(_) if done > 0 => break,
+            Err(libc::EISDIR) => return fail_long(libc::EINVAL),
             Err(e) => return fail_long(e),
         };
         let piece = buffer.get(..got).unwrap_or(&[]);

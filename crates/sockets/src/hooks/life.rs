@@ -784,6 +784,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
     len: socklen_t,
 ) -> c_int {
     const TCP_ULP: c_int = 31;
+    const TCP_INQ: c_int = 36;
     let pins = match level {
         libc::IPPROTO_TCP => matches!(
             name,
@@ -796,6 +797,10 @@ pub unsafe extern "C-unwind" fn setsockopt(
         libc::SOL_SOCKET => match name {
             libc::SO_ZEROCOPY => true,
             libc::SO_OOBINLINE => table::sock(fd).is_none_or(|sock| sock.mode() != State::Up),
+            libc::SO_PEEK_OFF if !is_nowhere(value) && len as usize >= size_of::<c_int>() => {
+                // SAFETY: upheld by the caller. A negative offset ends SO_PEEK_OFF.
+                unsafe { value.cast::<c_int>().read_unaligned() >= 0 }
+            }
             // The kernel would count the bytes of messages, not those of the program.
             libc::SO_RCVLOWAT if !is_nowhere(value) && len as usize >= size_of::<c_int>() => {
                 // SAFETY: upheld by the caller.
@@ -826,6 +831,14 @@ pub unsafe extern "C-unwind" fn setsockopt(
         // SAFETY: upheld by the caller.
         let on = unsafe { value.cast::<c_int>().read_unaligned() } != 0;
         sock.with(|s| s.set_inline(on));
+    }
+    // `recvmsg` on a stream returns no control message with the number of unread bytes.
+    if level == libc::IPPROTO_TCP
+        && name == TCP_INQ
+        && let Some(sock) = table::sock(fd)
+        && sock.mode() != State::Plain
+    {
+        return fail(libc::ENOPROTOOPT);
     }
     if let Some(which) = delay(level, name)
         && let Some(sock) = table::sock(fd)

@@ -233,6 +233,8 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
             tv_sec: 0,
             tv_nsec: 0,
         };
+        // If something is ready, the kernel's call ends before a signal that only `mask` permits.
+        let mask = if ready > 0 { std::ptr::null() } else { mask };
         let left = if ready > 0 { Some(zero) } else { until.left() };
         let time = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         let r = match watched {
@@ -681,6 +683,8 @@ fn epoll(
                 continue;
             }
         }
+        // As in `wait_streams`.
+        let mask = if listed > 0 { std::ptr::null() } else { mask };
         let mut enter = |ms| {
             let (place, room) = (rest.as_mut_ptr(), rest.len() as c_int);
             // SAFETY: the array has room for this many events.
