@@ -461,6 +461,44 @@ static const char *two_sets(size_t arg)
 	return reports(two, EPOLLIN, 2);
 }
 
+enum { TWO_SETS, TWO_SETS_OUT, POLL_AND_SET, POLL_AND_SET_END, POLL_AND_SET_OUT };
+
+/* What one wait has reported is reported to another wait too, also if nothing was known before. */
+static const char *reported_twice(size_t how)
+{
+	struct pair p;
+	struct pollfd ready;
+	uint32_t event = how == TWO_SETS_OUT || how == POLL_AND_SET_OUT ? EPOLLOUT : EPOLLIN;
+	size_t total = 0;
+	int one, two;
+
+	TRY(connected(&p));
+	TRY(new_set(&one));
+	TRY(new_set(&two));
+	if (event == EPOLLOUT) {
+		TRY(nonblocking(p.b));
+		TRY(fill(p.b, &total));
+	}
+	TRY(add(one, p.b, event, 1));
+	TRY(is_quiet(one));
+	if (how == TWO_SETS || how == TWO_SETS_OUT)
+		TRY(add(two, p.b, event, 2));
+	TRY(is_quiet(two));
+	if (how == POLL_AND_SET_END)
+		ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	else if (event == EPOLLIN)
+		TRY(text(p.a, "ab"));
+	else
+		TRY(take_all(p.a, total));
+	if (how == TWO_SETS || how == TWO_SETS_OUT) {
+		TRY(reports(two, event, 2));
+	} else {
+		ready = (struct pollfd){ p.b, (short)event, 0 };
+		ENSURE(poll(&ready, 1, LONG_MS) == 1 && (uint32_t)ready.revents == event, "poll reports %#x", ready.revents);
+	}
+	return reports(one, event, 1);
+}
+
 /* Two streams are in the set with the same event data. */
 static const char *same_data(size_t arg)
 {
@@ -3974,6 +4012,11 @@ static const struct test tests[] = {
 	{ "room_edge", room, EPOLLET, 0, false },
 	{ "room_one_shot", room, EPOLLONESHOT, 0, false },
 	{ "two_sets", two_sets, 0, 0, false },
+	{ "two_sets_report", reported_twice, TWO_SETS, 0, false },
+	{ "two_sets_report_room", reported_twice, TWO_SETS_OUT, 0, false },
+	{ "poll_and_set_report", reported_twice, POLL_AND_SET, 0, false },
+	{ "poll_and_set_report_end", reported_twice, POLL_AND_SET_END, 0, false },
+	{ "poll_and_set_report_room", reported_twice, POLL_AND_SET_OUT, 0, false },
 	{ "same_data", same_data, 0, 0, false },
 	{ "closed", closed, 0, 0, false },
 	{ "added_before", added_before, 0, 0, false },

@@ -73,6 +73,8 @@ struct Inner {
     /// The program has added the set to another set, or polls it. The bell must then be readable while streams are in the list, so
     /// that the kernel reports this set as readable.
     nested: bool,
+    /// Connections in which this set has found changes that concern other sets.
+    news: Vec<&'static Sock>,
 }
 
 #[derive(Debug)]
@@ -475,7 +477,17 @@ impl Set {
             }
         }
         inner.quiet();
+        self.notify_others(inner);
         n
+    }
+
+    /// Unlocks the set, then tells other sets what this one has found.
+    fn notify_others(&self, mut inner: MutexGuard<'_, Inner>) {
+        let news = std::mem::take(&mut inner.news);
+        drop(inner);
+        for sock in news {
+            sock.notify_others(self);
+        }
     }
 
     /// Decides whether connections with reported events become streams or plain. The set must not be locked, because a
@@ -552,6 +564,7 @@ impl Set {
         // The bytes of the reported streams have been received, so the kernel no longer reports a nested set as readable because of
         // them. The bell makes it readable.
         inner.ring_if_due(false);
+        self.notify_others(inner);
         n
     }
 
@@ -617,7 +630,10 @@ impl Set {
                 u64: data,
             });
         }
-        let (ready, carrier) = sock.process_for(fd, to_poll(found), wanted);
+        let (ready, carrier, concerns_others) = sock.process_for(fd, to_poll(found), wanted);
+        if concerns_others {
+            inner.news.push(sock);
+        }
         let mut report = to_epoll(ready) & (wanted | ERR | HUP);
         let normal = libc::EPOLLRDNORM as u32 | libc::EPOLLWRNORM as u32;
         report &= !(normal & !wanted);

@@ -84,6 +84,8 @@ pub struct Sock {
     /// The epoll sets that contain the connection.
     sets: Mutex<Vec<&'static Set>>,
     in_sets: AtomicBool,
+    /// The connection is, or was, in several sets.
+    in_several: AtomicBool,
     /// The descriptor with which the connection was most recently added to a set.
     member: AtomicI32,
     /// The connection has, or had, several descriptors.
@@ -309,6 +311,7 @@ impl Sock {
             turn: AtomicU64::new(0),
             sets: Mutex::new(Vec::new()),
             in_sets: AtomicBool::new(false),
+            in_several: AtomicBool::new(false),
             member: AtomicI32::new(-1),
             copied: AtomicBool::new(false),
             owner: Mutex::new(None),
@@ -329,6 +332,7 @@ impl Sock {
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
         sock.copied.store(false, Ordering::Relaxed);
+        sock.in_several.store(false, Ordering::Relaxed);
         sock.forked.store(false, Ordering::Relaxed);
         sock.may_be_shared.store(false, Ordering::Relaxed);
         sock.lost.store(false, Ordering::Relaxed);
@@ -929,7 +933,6 @@ impl Sock {
             {
                 let receiver = received.insert(Receiver::new(self));
                 drop(stays);
-                // The caller reports the events. Only threads that wait for the stream outside the set are woken.
                 (inner, got, stays) = self.receive(inner, fd, dest);
                 receiver.end();
             }
@@ -1312,25 +1315,46 @@ impl Sock {
     /// Returns the resulting events of the stream.
     pub fn process(&'static self, fd: c_int, events: i16, wanted: i16) -> i16 {
         let wanted = u32::from(wanted.cast_unsigned());
-        let (ready, _, pending) = self.process_with(fd, events, wanted);
+        let (ready, _, news, pending) = self.process_with(fd, events, wanted);
+        self.notify_sets(news);
         worker::watch(fd, self, pending);
         ready
     }
 
     /// Like [`Self::process`], for an epoll set in which the program waits for `wanted`. Also returns the events to request from the
-    /// carrier next. The set is locked, so this does not wait for the worker, which is stopped during a fork.
+    /// carrier next, and whether [`Self::notify_others`] has to be called when the set is not locked any more. The set is locked, so this does
+    /// not wait for the worker, which is stopped during a fork.
     pub fn process_for(
         &'static self,
         fd: c_int,
         events: i16,
         wanted: u32,
-    ) -> (i16, Option<Carrier>) {
-        let (ready, carrier, pending) = self.process_with(fd, events, wanted);
+    ) -> (i16, Option<Carrier>, bool) {
+        let (ready, carrier, news, pending) = self.process_with(fd, events, wanted);
+        self.wake(news);
         worker::try_watch(fd, self, pending);
-        (ready, carrier)
+        let concerns_others = news != News::default() && self.in_several.load(Ordering::Acquire);
+        (ready, carrier, concerns_others)
     }
 
-    fn process_with(&self, fd: c_int, events: i16, wanted: u32) -> (i16, Option<Carrier>, Pending) {
+    /// Tells the other sets that contain the connection of a change that `set` has found. The kernel does not report it to them if the
+    /// bytes were received from the carrier.
+    pub fn notify_others(&self, set: &Set) {
+        let sets: Vec<&'static Set> = lock(&self.sets).clone();
+        for other in sets {
+            if !std::ptr::eq(other, set) {
+                other.mark(self, self.member.load(Ordering::Acquire));
+            }
+        }
+    }
+
+    /// Also returns what has changed for other threads and sets.
+    fn process_with(
+        &self,
+        fd: c_int,
+        events: i16,
+        wanted: u32,
+    ) -> (i16, Option<Carrier>, News, Pending) {
         let _stays = sys::NotCancelled::begin();
         let done = self.with(|stream| {
             if events != 0 {
@@ -1343,10 +1367,9 @@ impl Sock {
             )
         });
         let Some(((ready, carrier, news), pending)) = done else {
-            return (libc::POLLNVAL, None, Pending::Nothing);
+            return (libc::POLLNVAL, None, News::default(), Pending::Nothing);
         };
-        self.wake(news);
-        (ready, Some(carrier), pending)
+        (ready, Some(carrier), news, pending)
     }
 
     /// Returns the events to request from the carrier, if the connection is upgraded.
@@ -1372,6 +1395,9 @@ impl Sock {
         let mut sets = lock(&self.sets);
         if !sets.iter().any(|s| std::ptr::eq(*s, set)) {
             sets.push(set);
+        }
+        if sets.len() > 1 {
+            self.in_several.store(true, Ordering::Release);
         }
         self.in_sets.store(true, Ordering::Release);
     }
