@@ -119,3 +119,26 @@ fn bench_checks_its_arguments_before_it_measures() {
         assert_eq!(run.status.code(), Some(status));
     }
 }
+
+#[test]
+fn a_wrong_value_is_named_in_one_line() {
+    let pid = std::process::id().to_string();
+    let interval = "anywarp: --interval must be from 0.01 to 1000000 seconds\n";
+    let roles = "anywarp: the roles of tcp are connect and listen, those of udp bind and send\n";
+    for (arguments, status, line) in [
+        (&["stat", "--interval", "inf", &pid][..], 1, interval),
+        (&["stat", "--interval", "0.001", &pid], 1, interval),
+        (
+            &["sockets", "check", "tcp", "bind", "127.0.0.1:1", "true"],
+            2,
+            roles,
+        ),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_anywarp"))
+            .args(arguments)
+            .output()
+            .unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stderr), line);
+        assert_eq!(output.status.code(), Some(status));
+    }
+}
