@@ -563,7 +563,8 @@ static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64
 			memcpy(&word, data + at, len);
 			if (look || !most)
 				most = behind() / o.slots + 4;
-			for (uint64_t round = 1; !known && round <= most; round++)
+			/* The newest message is most likely. The contents repeat after WINDOW messages. */
+			for (uint64_t round = most; !known && round > 0 && most - round < WINDOW; round--)
 				known = later = !memcmp(&word, content(m + round * o.slots) + at, len);
 		}
 		if (!known) {
