@@ -450,11 +450,12 @@ impl Sock {
             self.holders.leave();
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
-            self.parked.store(true, Ordering::SeqCst);
+            // Before a woken thread can make this object available, and close its eventfd.
             self.wake(News {
                 readable: true,
                 writable: true,
             });
+            self.parked.store(true, Ordering::SeqCst);
             self.reuse();
         }
         last
