@@ -2295,6 +2295,52 @@ static const char *ends(pthread_t thread, void **result)
 	return NULL;
 }
 
+/* Reads to the end, after waits by poll if `c` is set. Returns the number of bytes. */
+static void *share(void *arg)
+{
+	const struct waiter *w = arg;
+	intptr_t done = 0;
+	char block[100];
+	ssize_t n;
+
+	do {
+		struct pollfd ready = { w->fd, POLLIN, 0 };
+
+		if (w->c && poll(&ready, 1, LONG_MS) != 1)
+			return (void *)-1;
+		n = recv(w->fd, block, sizeof block, w->c ? MSG_DONTWAIT : 0);
+		done += n > 0 ? n : 0;
+	} while (n > 0 || (n < 0 && errno == EAGAIN));
+	return (void *)done;
+}
+
+/* Many threads read one stream, or poll it. They get all bytes, and the end. */
+static const char *many_readers(size_t polls)
+{
+	enum { READERS = 5, WRITES = 3000 };
+	struct pair p;
+	struct waiter w;
+	pthread_t threads[READERS];
+	intptr_t total = 0;
+
+	TRY(connected(&p));
+	w = (struct waiter){ .fd = p.b, .c = (char)polls };
+	for (int i = 0; i < READERS; i++)
+		ENSURE(!pthread_create(&threads[i], NULL, share, &w), "pthread_create");
+	for (int i = 0; i < WRITES; i++)
+		TRY(text(p.a, "0123456789"));
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	for (int i = 0; i < READERS; i++) {
+		void *result;
+
+		TRY(ends(threads[i], &result));
+		ENSURE((intptr_t)result >= 0, "poll does not report the end");
+		total += (intptr_t)result;
+	}
+	ENSURE(total == WRITES * 10, "%td bytes of %d", total, WRITES * 10);
+	return NULL;
+}
+
 /* Returns whether a thread still runs after a short time. If not, it is joined. */
 static bool runs(pthread_t thread, void **result)
 {
@@ -4058,6 +4104,8 @@ static const struct test tests[] = {
 	{ "urgent_at_once_refused", urgent_at_once, 1, 0, false },
 	{ "two_readers", two_readers, 64000, 0, false },
 	{ "two_readers_short", two_readers, 10, 0, false },
+	{ "many_readers", many_readers, 0, 0, false },
+	{ "many_pollers", many_readers, 1, 0, false },
 	{ "short_writes_block", short_writes_block, 0, 0, false },
 	{ "corked", corked, 0, 0, false },
 	{ "corked_parent_closes", corked_fork, PARENT_CLOSES, 0, false },

@@ -59,6 +59,9 @@ pub struct Sock {
     /// calls it with `inner` locked if it has found nothing to read, other callers before they check the stream. While the number is not
     /// 0, no thread begins to receive from the carrier: it could take the bytes for which a counted thread is about to sleep.
     sleepers: AtomicI32,
+    /// The number of those among `sleepers` that are in `watchers`. They are told of the bytes that another thread takes, so they do not
+    /// keep it from receiving. Increased with `inner` locked; decreased before `sleepers`.
+    watching: AtomicI32,
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
     direct: AtomicBool,
@@ -125,16 +128,16 @@ enum Got {
 }
 
 thread_local! {
-    /// The connections of which this thread is counted as a sleeper.
-    static SLEEPS: RefCell<Vec<&'static Sock>> = const { RefCell::new(Vec::new()) };
+    /// The connections of which this thread is counted as a sleeper, and whether it is counted in `watching` too.
+    static SLEEPS: RefCell<Vec<(&'static Sock, bool)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Called at the start of a call that may sleep. If the thread still counts as a sleeper, a signal handler has left an earlier call by
 /// siglongjmp, or the caller is a signal handler that has interrupted a wait. In both cases the thread does not sleep.
 pub fn wake_this_thread() {
     let next = || SLEEPS.try_with(|all| all.try_borrow_mut().ok()?.pop());
-    while let Ok(Some(sock)) = next() {
-        sock.uncount();
+    while let Ok(Some((sock, watches))) = next() {
+        sock.uncount(watches);
     }
 }
 
@@ -300,6 +303,7 @@ impl Sock {
             numbers: AtomicI32::new(0),
             inner: Mutex::new(None),
             sleepers: AtomicI32::new(0),
+            watching: AtomicI32::new(0),
             direct: AtomicBool::new(false),
             receiver: AtomicUsize::new(0),
             waiting_writers: AtomicU32::new(0),
@@ -773,6 +777,7 @@ impl Sock {
             self.forked.store(true, Ordering::Release);
         }
         self.sleepers.store(0, Ordering::Relaxed);
+        self.watching.store(0, Ordering::Relaxed);
         self.direct.store(false, Ordering::Relaxed);
         self.watched.store(false, Ordering::Relaxed);
         self.leads.store(false, Ordering::Relaxed);
@@ -1047,22 +1052,36 @@ impl Sock {
         }
     }
 
-    /// Called by a thread that is counted as a sleeper and is about to poll the carrier. If another thread receives from the carrier,
-    /// that thread will write to the eventfd that `kick` returns, and the result is true.
-    pub fn watch(&self, kick: impl FnOnce() -> Option<c_int>) -> bool {
+    /// Called by a thread that is counted as a sleeper and is about to poll the carrier. If another thread receives from the carrier or
+    /// sleeps too, the eventfd that `kick` returns is written when the stream has changed, and the result is true.
+    pub fn watch(&'static self, kick: impl FnOnce() -> Option<c_int>) -> bool {
         let _inner = lock(&self.inner);
-        if !self.is_received_elsewhere() {
+        if !self.is_received_elsewhere() && self.sleepers.load(Ordering::SeqCst) <= 1 {
             return false;
         }
         let Some(kick) = kick() else { return false };
+        self.add_watcher(kick);
+        true
+    }
+
+    /// Counts this thread, which is a sleeper, as one that is told of changes by the eventfd `kick`. The stream must be locked.
+    fn add_watcher(&'static self, kick: c_int) {
         lock(&self.watchers).push(kick);
         self.watched.store(true, Ordering::Release);
-        true
+        let found = SLEEPS.try_with(|all| {
+            let mut all = all.try_borrow_mut().ok()?;
+            let is_it = |entry: &&mut (&Self, bool)| std::ptr::eq(entry.0, self) && !entry.1;
+            all.iter_mut().rev().find(is_it)?.1 = true;
+            Some(())
+        });
+        if let Ok(Some(())) = found {
+            self.watching.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     /// Called by a thread that is counted as a sleeper and is about to sleep in a call that reads. If other threads receive or sleep too, the
     /// eventfd that `kick` returns is written when one of them has left something to read.
-    pub fn watch_others(&self, kick: impl FnOnce() -> Option<c_int>) -> Others {
+    pub fn watch_others(&'static self, kick: impl FnOnce() -> Option<c_int>) -> Others {
         let inner = lock(&self.inner);
         if inner.as_ref().is_none_or(|stream| stream.is_readable()) {
             return Others::Left;
@@ -1072,8 +1091,7 @@ impl Sock {
         }
         let kick = kick();
         if let Some(kick) = kick {
-            lock(&self.watchers).push(kick);
-            self.watched.store(true, Ordering::Release);
+            self.add_watcher(kick);
         }
         Others::Present(kick)
     }
@@ -1099,16 +1117,22 @@ impl Sock {
     pub fn awake(&'static self) {
         let found = SLEEPS.try_with(|all| {
             let mut all = all.try_borrow_mut().ok()?;
-            let at = all.iter().rposition(|sock| std::ptr::eq(*sock, self));
-            Some(at.map(|at| all.swap_remove(at)).is_some())
+            let at = all.iter().rposition(|(sock, _)| std::ptr::eq(*sock, self));
+            Some(at.map(|at| all.swap_remove(at).1))
         });
-        // If the list does not contain the connection, `wake_this_thread` has uncounted this thread already.
-        if !matches!(found, Ok(Some(false))) {
-            self.uncount();
+        match found {
+            // The list does not contain the connection: `wake_this_thread` has uncounted this thread already.
+            Ok(Some(None)) => {}
+            Ok(Some(Some(watches))) => self.uncount(watches),
+            // The thread has no list any more.
+            Ok(None) | Err(_) => self.uncount(false),
         }
     }
 
-    fn uncount(&'static self) {
+    fn uncount(&'static self, watches: bool) {
+        if watches {
+            self.watching.fetch_sub(1, Ordering::SeqCst);
+        }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         self.wake_followers();
         self.reuse();
@@ -1117,14 +1141,15 @@ impl Sock {
     /// Counts the caller as a sleeper, before it checks the stream and then sleeps until the carrier has events.
     pub fn asleep(&'static self) {
         // A thread whose thread-local variables were destroyed has no list.
-        let _ = SLEEPS.try_with(|all| all.try_borrow_mut().map(|mut all| all.push(self)));
+        let _ = SLEEPS.try_with(|all| all.try_borrow_mut().map(|mut all| all.push((self, false))));
         self.sleepers.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Returns whether the caller may receive from the carrier, because no thread receives from it without the lock or sleeps for its
-    /// bytes. The stream must be locked.
+    /// bytes without an eventfd. The stream must be locked.
     pub fn may_pull(&self) -> bool {
-        self.sleepers.load(Ordering::SeqCst) <= 0 && !self.is_received_elsewhere()
+        let sleepers = self.sleepers.load(Ordering::SeqCst);
+        sleepers <= self.watching.load(Ordering::SeqCst) && !self.is_received_elsewhere()
     }
 
     /// Returns whether another thread receives from the carrier without the lock. If `receiver` is this thread, a signal handler has left
@@ -1137,8 +1162,6 @@ impl Sock {
     fn wake(&self, news: News) {
         if news.readable || news.writable {
             self.wake_followers();
-        }
-        if news.readable {
             self.ring_watchers();
         }
         if news.writable && self.leads.load(Ordering::SeqCst) {
