@@ -11,14 +11,15 @@
 //!
 //! A receiver that waits for the next message can advertise the memory of its receives ([`Message::Ready`]). The sender writes the data of its next
 //! send into the memory of the first of them by an RDMA Write, and reports it ([`Message::Written`]). Each advertised receive gets one send, in order.
-//! The sender refuses all advertised receives if it had already advertised its next send, or if that send is longer than the receive. Refused
-//! receives get their data by RDMA Reads. The two ends are *in step* as long as nothing was refused.
+//! The sender refuses all advertised receives if it had already advertised its next send, or if that send cannot be written there: it is
+//! empty, short enough for immediate data, longer than the receive, persistent, or in several segments. Refused receives get their data by RDMA
+//! Reads or as immediate data. The two ends are *in step* as long as nothing was refused.
 
 use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
-/// The most control messages (cancels, notifications) in flight. A *credit* permits an end to send one more message before the peer has
+/// The most control messages (cancels, notifications, the end of the direction) in flight. A *credit* permits an end to send one more message before the peer has
 /// answered the earlier ones. Control messages have credits of their own, because they are answered as soon as they arrive.
 pub(crate) const CONTROLS: u32 = 4;
 

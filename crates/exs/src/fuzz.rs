@@ -684,7 +684,8 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
     }
 }
 
-/// Delivers the oldest message of `from` to `to`, or completes the oldest read or write of `from`. Returns whether there was one.
+/// Delivers the oldest message of `from` to `to`, or completes the oldest read of `from`, or its oldest write and its oldest invalidation of a
+/// window. Returns whether there was one.
 fn step(from: &mut End, to: &mut End, what: u8) -> bool {
     match what % 3 {
         0 => from.out.pop_front().is_some_and(|(message, data)| {
@@ -843,7 +844,7 @@ mod tests {
     fn random_conversations() {
         let mut random = Random(2);
         for round in 0..5_000 {
-            // Two ends, messages, no immediate data; held acknowledgements at random.
+            // Two ends, messages, no immediate data. Windows, held acknowledgements and the order of cancelled calls are at random.
             let mut bytes = vec![
                 random.byte() & 0xb8 | 1,
                 random.byte(),

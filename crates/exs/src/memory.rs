@@ -138,7 +138,7 @@ pub(crate) enum Use {
 }
 
 impl Use {
-    /// Returns the access rights for this use, on a device with or without memory windows.
+    /// Returns the access rights for this use, on an iWARP or another device, with or without memory windows.
     fn access(self, iwarp: bool, windows: bool) -> u32 {
         match self {
             Self::Source => ffi::IBV_ACCESS_REMOTE_READ,

@@ -69,7 +69,7 @@ pub(crate) static COPIED: AtomicU64 = AtomicU64::new(0);
 /// The number of bytes that devices have transferred without a copy by the library.
 pub(crate) static DIRECT: AtomicU64 = AtomicU64::new(0);
 
-/// The options that a program sets before it connects.
+/// The options of a socket. `credits`, `immediate`, `ready` and `buffer` cannot be changed after a connection was begun.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settings {
     pub(crate) credits: u16,
@@ -760,7 +760,7 @@ impl Socket {
         library::discard(self.fd);
     }
 
-    /// Continues a close for which the connection has just become ready.
+    /// Continues a close: when the peer has answered all messages, and when the last messages are sent.
     fn check_drained(&self, inner: &mut Inner) {
         let drained = |flow: &Flow| flow.is_drained();
         if inner.closing.is_some() && inner.flow.as_ref().is_some_and(drained) {
@@ -843,7 +843,8 @@ impl Socket {
         }
     }
 
-    /// Handles completions, in a thread of the program that polls for events. Returns `false` if another thread is doing so.
+    /// Handles completions, in a thread of the program that polls for events. Returns `false` if another thread holds the lock of the
+    /// socket, and then handles none.
     pub(crate) fn spin(self: &Arc<Self>) -> bool {
         self.touched.store(true, Relaxed);
         if !self.hot.load(SeqCst) {
@@ -1557,7 +1558,7 @@ impl Link {
         self.post(&mut wr)
     }
 
-    /// If the last messages are not signaled, posts an empty Write that is. Its completion shows that all messages have
+    /// If the last messages are not signaled, posts an empty Write that is signaled. Its completion shows that all messages have
     /// completed.
     fn signal_last(&mut self) {
         if self.unsignaled > 0 {
@@ -1601,7 +1602,7 @@ impl Link {
     /// Posts a work request and those that follow it.
     fn post(&self, wr: &mut ffi::ibv_send_wr) -> Result<(), c_int> {
         let mut bad = std::ptr::null_mut();
-        // SAFETY: as in `post_recv`.
+        // SAFETY: as in `post_recvs`.
         let result = unsafe {
             let qp = self.qp.0;
             if qp.is_null() {

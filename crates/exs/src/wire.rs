@@ -137,7 +137,8 @@ pub(crate) enum Message {
     },
     /// Memory that the receiver of the message may write: a persistent receive.
     Place { seq: u32, segment: Segment },
-    /// The answer to a message. Each message except `Ack` has one.
+    /// The answer to a message. Each message except `Ack` is answered once: by an `Ack`, by the field `acks` of another message, or, if it is a
+    /// `Ready`, by `Written`.
     Ack { seq: u32, len: u64, status: Status },
     /// Reports that a part of a persistent advertisement was read.
     Notify { seq: u32, of: u32, len: u64 },

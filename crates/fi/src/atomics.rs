@@ -48,7 +48,7 @@ impl Type {
 pub enum Class {
     /// Changes the target.
     Write,
-    /// Changes the target, and returns its former value.
+    /// Changes the target, or only reads it, and returns its former value.
     Fetch,
     /// Changes the target depending on a comparison or a mask, and returns its former value.
     Compare,

@@ -160,7 +160,7 @@ impl Hints {
         let fabric = self.fabric.map_or(no_fabric, |f| f.fabric);
         let domain = self.domain.map_or(no_domain, |d| d.domain);
         let named = OPENED.named(fabric, domain);
-        // An answer from the time when other objects were open is still usable as hints. It names this provider.
+        // The hints may be an earlier answer, whose fabric and domain were closed since. An answer names this provider.
         let named = named.or_else(|| {
             self.provider.as_ref()?;
             let is_open = OPENED.named(no_fabric, domain).is_some();

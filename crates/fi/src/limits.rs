@@ -55,7 +55,8 @@ pub const BATCH: usize = 16;
 /// The most entries of a completion queue. Beyond that, sends are refused, so that a program that never reads its completions
 /// does not exhaust the memory.
 pub const ENTRIES: usize = 1 << 16;
-/// The most answers and grants that are queued while the send queue is full. Beyond that, atomic operations of peers have to wait.
+/// The most answers and grants that are queued while the send queue is full. Beyond that, messages and atomic operations of peers
+/// have to wait.
 pub const DEFERRED: usize = 4096;
 /// The largest operand of an atomic operation in bytes. Operand, comparand and header are sent in one message.
 pub const ATOMIC: usize = 4096;
@@ -89,12 +90,12 @@ pub const LINK_DEPTH: usize = 64;
 pub const BINDS: usize = 32;
 /// The longest message in bytes that is sent inline on a link.
 pub const LINK_INLINE: usize = 256;
-/// The most peers without a link whose messages are counted (see [`BUSY`]).
+/// The most peers whose messages are counted (see [`BUSY`]), and the most peers whose questions an endpoint collects.
 pub const COUNTED: usize = 1024;
 /// The shortest interval between two probes of the peers that operations wait for.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
-/// If at least this number of requests have not completed, all messages are to be acknowledged soon. If fewer requests are
-/// outstanding, messages whose completion was already reported to the program may be acknowledged later.
+/// If at least this number of requests have not completed, or fewer than a quarter of the [`SLOTS`] are free, all messages are to be
+/// acknowledged soon. Otherwise messages whose completion was already reported to the program may be acknowledged later.
 pub const LATER: usize = 64;
 /// The number of polls after which the time is compared with [`ASK_AFTER`]. Reading the clock takes a considerable part of the time of
 /// a poll that finds nothing.

@@ -10,9 +10,9 @@ pub struct Entry {
     pub context: usize,
     /// `FI_SEND`, `FI_RECV` and so on.
     pub flags: u64,
-    /// The number of bytes received.
+    /// The number of bytes received, or written by a peer.
     pub len: usize,
-    /// The address of the message in a multi-receive buffer.
+    /// The address at which the message was received.
     pub buf: usize,
     /// The immediate data of the peer's program.
     pub data: u64,

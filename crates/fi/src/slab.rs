@@ -35,7 +35,7 @@ impl<T> Default for Slab<T> {
 }
 
 impl<T> Slab<T> {
-    /// Returns a table whose names differ from those of other tables, most likely. A peer may still use the names of a process that has ended,
+    /// Returns a table whose names most likely differ from those of other tables. A peer may still use the names of a process that has ended,
     /// in messages to another process with the same address.
     pub fn with_own_names() -> Self {
         // Tests compare names.

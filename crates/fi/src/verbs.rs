@@ -910,7 +910,7 @@ impl QueuePair {
             *to = sge_of(*piece);
         }
         let ex = self.ex;
-        // SAFETY: the queue pair is live. Only the thread that holds the endpoint's lock is between start and complete. The
+        // SAFETY: the queue pair is live. Only the thread that holds the domain's lock is between start and complete. The
         // library provides the functions of the operations that were requested at creation.
         let rc = unsafe {
             let (Some(start), Some(set_to), Some(set_list), Some(complete)) = (

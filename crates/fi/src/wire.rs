@@ -55,7 +55,8 @@ pub enum Kind {
 /// What an operation waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Waits {
-    /// The grant for a message that the asking end has announced, or the notice that the message was read.
+    /// The grant for a message that the asking end has announced, the notice that the message was read, or the confirmation of a message
+    /// that was [`CONFIRMED`].
     Message = 0,
     /// The answer to an atomic operation.
     Atomic = 1,
@@ -86,7 +87,7 @@ pub enum Step {
     Broken = 5,
     /// The sender closes its endpoint. `tag` is the number of messages that it has sent on the link, or [`u64::MAX`] if more may follow.
     Closed = 6,
-    /// The sender has given up the link.
+    /// The sender has given up the link. Without its number (`data` 0), this answers a grant for a write over the link.
     Gone = 7,
 }
 

@@ -157,8 +157,8 @@ unsafe fn write(format: u32, buf: *mut c_void, i: usize, entry: &Entry) {
     }
 }
 
-/// Takes up to `count` entries, and returns their number. Returns `FI_EAVAIL` if an error is first in the queue, and
-/// `FI_EAGAIN` if the queue is empty.
+/// Takes up to `count` entries, and returns their number. If it takes none, returns `FI_EAVAIL` if an error is first in the queue, and
+/// `FI_EAGAIN` otherwise.
 ///
 /// # Safety
 /// `buf` and `sources` have room for `count` entries, or are null.
@@ -296,7 +296,8 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     Ok(())
 }
 
-/// The interval at which a waiting thread checks whether the peers of unanswered requests still respond.
+/// The longest time that a waiting thread sleeps. When it wakes, it asks the peers of unanswered operations whether they still respond, if
+/// [`limits::ASK_AFTER`] has passed since they were asked last.
 const ASK_PEERS_EVERY: Duration = Duration::from_millis(500);
 
 /// # Safety

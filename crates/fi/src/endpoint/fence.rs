@@ -139,7 +139,8 @@ impl Endpoint {
                 Ok(()) => {}
                 Err(FI_EAGAIN) if self.ready(cx).is_err() => return,
                 Err(FI_EAGAIN) => {
-                    // This peer's share is used up, and operations to other peers may start.
+                    // This endpoint's share at the peer is used up, or there is no room for this operation. Operations to other
+                    // peers may start.
                     waiting.push(to);
                     at += 1;
                     continue;

@@ -252,7 +252,8 @@ enum Op {
     Answer { slot: Option<u16>, to: Remote },
 }
 
-/// What is missing until a message with its content has been handled by the program's library at the receiver.
+/// The reports that a message with its content still waits for before it is complete. With `FI_DELIVERY_COMPLETE`, the provider at the
+/// receiver has to confirm the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Confirmation {
     /// The message is complete when the device has delivered it.
