@@ -416,7 +416,7 @@ pub(crate) fn no_alarm(fd: c_int) {
     }
 }
 
-/// Makes the library's thread close a socket whose descriptor the program does not have.
+/// Makes the library's thread close a socket that the program cannot close: it never got the descriptor, or has closed it.
 pub(crate) fn discard(fd: c_int) {
     if let Ok(library) = get() {
         lock(&library.failed).push(fd);
@@ -683,7 +683,7 @@ impl Library {
             }
             let failed = std::mem::take(&mut *lock(&self.failed));
             for fd in failed {
-                // This fails only if the program has closed the socket already.
+                // This fails only if the socket is closed already: by the program, or by an earlier entry of the list.
                 let _ = self.remove(fd, false);
                 queue::raise_signals();
             }

@@ -179,7 +179,7 @@ enum State {
     Ended(c_int),
 }
 
-/// The message buffers of a connection: first those of receives, then those of sends.
+/// The queues of a connection, and its message buffers: first those of receives, then those of sends.
 #[derive(Debug)]
 struct Link {
     device: Arc<Device>,
@@ -315,7 +315,7 @@ pub(crate) struct Socket {
     pub(crate) last_queue: AtomicU64,
     /// Whether the program has closed the socket, but its last messages are not sent yet.
     gone: AtomicBool,
-    /// Whether threads of the program poll the completion queue, so it is not armed.
+    /// Whether threads of the program poll the completion queue, which is not armed then.
     hot: AtomicBool,
     /// Whether a thread of the program has polled since the last check by the library's thread.
     touched: AtomicBool,
@@ -2200,7 +2200,7 @@ impl Inner {
         let link = self.link.as_mut().ok_or(libc::EIO)?;
         let window = link.windows.iter_mut().find(|w| w.ready.is_none());
         let window = window.ok_or(libc::EIO)?;
-        // Each binding has another key, so that the peer cannot use an earlier one.
+        // Each binding has another key than the 255 before it, so that the peer cannot use one of those.
         window.rkey = (window.rkey & !0xff) | (window.rkey.wrapping_add(1) & 0xff);
         window.ready = Some(seq);
         let (mw, rkey) = (window.mw, window.rkey);

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// The descriptors of a completion queue or event queue: an epoll set that the program waits for. The set contains an eventfd that this
-/// library makes readable, and a timer.
+/// library makes readable, a timer, and for a completion queue the descriptor of the device's events.
 #[derive(Debug)]
 pub struct Wait {
     set: i32,

@@ -21,8 +21,8 @@ const GUARD: usize = 64;
 const KEY: u32 = 0x0101;
 
 /// Handles messages of a peer, each preceded by a length byte: atomic operations on registered memory, and messages that are
-/// matched with receives. Panics if memory outside the registered region changes, if an answer has a wrong length, or if the
-/// recorded size of the stored messages is wrong.
+/// matched with receives. Panics if memory outside the registered region changes, if an answer is longer than the registered
+/// memory, or if the recorded size of the stored messages is wrong.
 pub fn messages(mut data: &[u8]) {
     let mut memory = vec![0x5a_u64; (MEMORY + 2 * GUARD) / 8];
     let start = memory.as_mut_ptr().expose_provenance();

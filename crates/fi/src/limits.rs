@@ -27,7 +27,7 @@ pub const SLOTS: usize = 64;
 pub const REQUESTS: usize = 1024;
 /// The most records of announced messages that the device stores until they are read. Beyond that, the writers have to wait.
 pub const RECORDS: usize = 256;
-/// The most outstanding Reads of the one-sided queue pair, which is the number that the device answers for one peer.
+/// The most outstanding Reads of each datagram queue pair of an endpoint, and the most responses to Reads that it queues for one peer.
 pub const READS: u32 = 128;
 /// The most bytes of unexpected messages (messages for which the program has not posted a receive yet) that are stored, where each
 /// message counts [`UNEXPECTED_EACH`] bytes more. Beyond that, messages stay in the receives of the device, and their senders

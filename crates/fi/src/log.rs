@@ -39,7 +39,7 @@ unsafe extern "C" fn each_library(
     }
 }
 
-/// Returns `fi_log` and `fi_log_enabled` of the loaded libfabric, or `None` if it has no such functions.
+/// Returns `fi_log` and `fi_log_enabled` of the loaded libfabric, or `None` if no libfabric with these functions is found.
 fn find() -> Option<(Log, Enabled)> {
     let mut library: Option<CString> = None;
     // SAFETY: the callback gets the address of `library`, which is live during the call. The library is loaded already, and
