@@ -421,10 +421,6 @@ impl Build {
         command.args(packages.iter().map(|name| format!("--package={name}")));
         // Documentation tests are skipped, because each is compiled separately.
         command.args(["--lib", "--tests", "--"]).args(arguments);
-        // An allocation that is larger than the runtime supports fails as it does without the sanitizer.
-        for variable in ["ASAN_OPTIONS", "TSAN_OPTIONS"] {
-            command.env(variable, "allocator_may_return_null=1");
-        }
         command
     }
 
