@@ -59,8 +59,8 @@ pub struct Sock {
     /// calls it with `inner` locked if it has found nothing to read, other callers before they check the stream. While the number is not
     /// 0, no thread begins to receive from the carrier: it could take the bytes for which a counted thread is about to sleep.
     sleepers: AtomicI32,
-    /// The number of those among `sleepers` that are in `watchers`. They are told of the bytes that another thread takes, so they do not
-    /// keep it from receiving. Increased with `inner` locked; decreased before `sleepers`.
+    /// The number of threads that are counted in `sleepers` and have an eventfd in `watchers`. Another thread may receive from the carrier
+    /// while they sleep, because it writes to these eventfds. Increased with `inner` locked; decreased before `sleepers`.
     watching: AtomicI32,
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
@@ -1064,7 +1064,8 @@ impl Sock {
         true
     }
 
-    /// Counts this thread, which is a sleeper, as one that is told of changes by the eventfd `kick`. The stream must be locked.
+    /// Adds the eventfd `kick` of this thread to `watchers`. The thread is counted in `sleepers` already, and is now counted in `watching` too.
+    /// The caller holds the lock of the stream.
     fn add_watcher(&'static self, kick: c_int) {
         lock(&self.watchers).push(kick);
         self.watched.store(true, Ordering::Release);

@@ -2,7 +2,7 @@
 
 use super::variadic::{self, with_list};
 use crate::conn::dgram::LIVE as DGRAMS;
-use crate::conn::sock::{LIVE, Mode as State};
+use crate::conn::sock::{LIVE, Mode as State, Sock};
 use crate::conn::table::{self, Entry};
 use crate::limits;
 use crate::log;
@@ -12,6 +12,26 @@ use libc::{c_char, c_int, c_void};
 use std::ptr::null;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+
+/// Makes a connection plain that another program inherits as descriptor `fd`, if that program may use it: an accepted connection that is not
+/// decided yet, or a stream that is standard input, output or error. Returns the flags of the descriptor if it is a stream that the program
+/// must not inherit: other descriptors are mostly inherited by mistake, and this process continues to use them.
+fn pass_on(fd: c_int, sock: &'static Sock) -> Option<c_int> {
+    // SAFETY: no pointer is passed.
+    let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
+    if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
+        return None;
+    }
+    match sock.mode() {
+        State::Accepted => {
+            sock.hand_over(fd);
+            None
+        }
+        State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => None,
+        State::Up => Some(flags),
+        State::Connecting | State::Plain => None,
+    }
+}
 
 /// Called before exec. Accepted connections that are not decided yet become plain, and so does a UDP socket or a stream (an upgraded
 /// connection) that is standard input, output or error. All other streams are closed by exec, because the next program would
@@ -34,26 +54,12 @@ fn before_exec() {
         if !is_visitor {
             sock.before_exec(fd, patience);
         }
-        // SAFETY: no pointer is passed.
-        let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
-        if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
-            return;
-        }
-        match sock.mode() {
-            State::Accepted => {
-                sock.hand_over(fd);
+        if let Some(flags) = pass_on(fd, sock) {
+            log::line(&format!("stream {fd} is closed by exec"));
+            // SAFETY: no pointer is passed.
+            unsafe {
+                real::fcntl(fd, libc::F_SETFD, (flags | libc::FD_CLOEXEC) as usize);
             }
-            // Only standard input, output and error are handed over. Other descriptors are mostly inherited by mistake, and the parent
-            // continues to use them.
-            State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
-            State::Up => {
-                log::line(&format!("stream {fd} is closed by exec"));
-                // SAFETY: no pointer is passed.
-                unsafe {
-                    real::fcntl(fd, libc::F_SETFD, (flags | libc::FD_CLOEXEC) as usize);
-                }
-            }
-            State::Connecting | State::Plain => {}
         }
     });
 }
@@ -203,10 +209,7 @@ unsafe extern "C-unwind" fn execle_list(
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn execl(path: *const c_char, first: *const c_char) -> c_int {
-    #[cfg(target_arch = "x86_64")]
-    with_list!(execl_list, 2, "rdx");
-    #[cfg(target_arch = "aarch64")]
-    with_list!(execl_list, 2, "x2");
+    with_list!(execl_list, 2);
 }
 
 /// See `execlp(3)`.
@@ -216,10 +219,7 @@ pub unsafe extern "C-unwind" fn execl(path: *const c_char, first: *const c_char)
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn execlp(file: *const c_char, first: *const c_char) -> c_int {
-    #[cfg(target_arch = "x86_64")]
-    with_list!(execlp_list, 2, "rdx");
-    #[cfg(target_arch = "aarch64")]
-    with_list!(execlp_list, 2, "x2");
+    with_list!(execlp_list, 2);
 }
 
 /// See `execle(3)`.
@@ -229,10 +229,7 @@ pub unsafe extern "C-unwind" fn execlp(file: *const c_char, first: *const c_char
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn execle(path: *const c_char, first: *const c_char) -> c_int {
-    #[cfg(target_arch = "x86_64")]
-    with_list!(execle_list, 2, "rdx");
-    #[cfg(target_arch = "aarch64")]
-    with_list!(execle_list, 2, "x2");
+    with_list!(execle_list, 2);
 }
 
 /// See `posix_spawn_file_actions_adddup2(3)`. A connection or UDP socket that becomes standard input, output or error of the new program, or
@@ -278,19 +275,7 @@ fn spawn(start: impl FnOnce() -> c_int) -> c_int {
     let mut streams = Vec::new();
     table::for_each(|fd, entry| {
         let Entry::Sock(sock) = entry else { return };
-        // SAFETY: no pointer is passed.
-        let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
-        if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
-            return;
-        }
-        match sock.mode() {
-            State::Accepted => {
-                sock.hand_over(fd);
-            }
-            State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
-            State::Up => streams.push((fd, flags)),
-            State::Connecting | State::Plain => {}
-        }
+        streams.extend(pass_on(fd, sock).map(|flags| (fd, flags)));
     });
     let set = |flag| {
         for (fd, flags) in &streams {

@@ -126,10 +126,7 @@ pub unsafe extern "C-unwind" fn __vdprintf_chk(
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn dprintf(fd: c_int, format: *const c_char) -> c_int {
-    #[cfg(target_arch = "x86_64")]
-    with_list!(vdprintf, 2, "rdx");
-    #[cfg(target_arch = "aarch64")]
-    with_list!(vdprintf, 2, "x2");
+    with_list!(vdprintf, 2);
 }
 
 /// See `dprintf(3)`. Called by programs that were compiled with `_FORTIFY_SOURCE`.
@@ -143,8 +140,5 @@ pub unsafe extern "C-unwind" fn __dprintf_chk(
     flag: c_int,
     format: *const c_char,
 ) -> c_int {
-    #[cfg(target_arch = "x86_64")]
-    with_list!(__vdprintf_chk, 3, "rcx");
-    #[cfg(target_arch = "aarch64")]
-    with_list!(__vdprintf_chk, 3, "x3");
+    with_list!(__vdprintf_chk, 3);
 }

@@ -2,11 +2,32 @@
 
 use libc::c_void;
 
-/// The body of a function with variable arguments, after `$named` arguments that are integers or pointers: makes a `va_list` of the others, and
-/// calls `$list` with the named arguments and, in the register `$place`, the address of the list.
+/// The register of the argument with this index, if the arguments before it are integers or addresses.
+#[cfg(target_arch = "x86_64")]
+macro_rules! register {
+    (2) => {
+        "rdx"
+    };
+    (3) => {
+        "rcx"
+    };
+}
+
+#[cfg(target_arch = "aarch64")]
+macro_rules! register {
+    (2) => {
+        "x2"
+    };
+    (3) => {
+        "x3"
+    };
+}
+
+/// The body of a function with `$named` arguments, which are integers or addresses, and variable arguments: makes a `va_list` of the variable
+/// ones, and calls `$list` with the named arguments and the address of the `va_list`.
 #[cfg(target_arch = "x86_64")]
 macro_rules! with_list {
-    ($list:path, $named:literal, $place:literal) => {
+    ($list:path, $named:tt) => {
         std::arch::naked_asm!(
             ".cfi_startproc",
             // The list at 0; the save area at 32, with the general registers and then the vector registers.
@@ -35,7 +56,7 @@ macro_rules! with_list {
             "mov [rsp + 8], rax",
             "lea rax, [rsp + 32]",
             "mov [rsp + 16], rax",
-            concat!("mov ", $place, ", rsp"),
+            concat!("mov ", $crate::hooks::variadic::register!($named), ", rsp"),
             "call {list}",
             "add rsp, 216",
             ".cfi_adjust_cfa_offset -216",
@@ -48,7 +69,7 @@ macro_rules! with_list {
 
 #[cfg(target_arch = "aarch64")]
 macro_rules! with_list {
-    ($list:path, $named:literal, $place:literal) => {
+    ($list:path, $named:tt) => {
         std::arch::naked_asm!(
             ".cfi_startproc",
             // The list at 16; the general registers x2 to x7 at 48, and the vector registers at 96.
@@ -74,7 +95,7 @@ macro_rules! with_list {
             "str w8, [sp, #40]",
             "mov w8, #-128",
             "str w8, [sp, #44]",
-            concat!("add ", $place, ", sp, #16"),
+            concat!("add ", $crate::hooks::variadic::register!($named), ", sp, #16"),
             "bl {list}",
             "ldp x29, x30, [sp], #256",
             "ret",
@@ -84,7 +105,7 @@ macro_rules! with_list {
     };
 }
 
-pub(super) use with_list;
+pub(super) use {register, with_list};
 
 /// Returns the next argument, an address, of a `va_list`.
 ///
