@@ -749,6 +749,8 @@ static const char *connect_timeout(size_t arg)
 	ENSURE(!exs_fcntl(fd, SO_ASYNC_RECV_TIMEOUT, 50), "fcntl: %s", strerror(errno));
 	ENSURE(!exs_accept(fd, NULL, 0, queue, 2), "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_ACCEPT, 2, ETIMEDOUT));
+	ENSURE(e.exs_evt_union.exs_evt_accept.exs_evt_newfd == -1, "the descriptor of an accept that failed is %d",
+	       e.exs_evt_union.exs_evt_accept.exs_evt_newfd);
 	TRY(no_event());
 	return NULL;
 }

@@ -218,9 +218,10 @@ impl Queue {
 
     /// Reserves entries for the events of a call on `socket`.
     pub(crate) fn reserve(&self, socket: &Arc<Socket>, events: usize) -> Result<(), c_int> {
-        let used = self.used.fetch_add(events, SeqCst);
-        if used + events > self.depth() {
-            self.release(events);
+        let depth = self.depth();
+        // A reservation that is refused changes nothing: it must not make another call fail.
+        let with_these = |used: usize| Some(used + events).filter(|used| *used <= depth);
+        if let Err(used) = self.used.fetch_update(SeqCst, SeqCst, with_these) {
             let deleted = used & DELETED != 0;
             return Err(if deleted { libc::EBADF } else { libc::EAGAIN });
         }

@@ -1038,12 +1038,18 @@ impl Socket {
     }
 
     fn event(&self, id: OpId, op: &Op, errno: c_int, len: u64, flags: u64) -> Event {
+        // An accept that has failed has no new descriptor.
+        let first = if op.kind == EVT_ACCEPT {
+            u64::from(u32::MAX)
+        } else {
+            op.user
+        };
         Event {
             kind: op.kind,
             errno,
             fd: self.fd,
             ahandle: op.ahandle,
-            body: [op.user, len, flags, op.offset, 0, id],
+            body: [first, len, flags, op.offset, 0, id],
         }
     }
 

@@ -123,12 +123,12 @@ impl Device {
                 return Err(Missing::Device(errno()));
             }
             let first = *list;
-            let context = if first.is_null() || !(f.dv_is_supported)(first) {
-                std::ptr::null_mut()
+            let (context, why) = if first.is_null() || !(f.dv_is_supported)(first) {
+                (std::ptr::null_mut(), libc::ENODEV)
             } else {
-                (f.open_device)(first)
+                let context = (f.open_device)(first);
+                (context, errno())
             };
-            let why = errno();
             (f.free_device_list)(list);
             if context.is_null() {
                 return Err(Missing::Device(why));

@@ -71,10 +71,11 @@ pub struct Shared {
     pub vectors: Slab<Vector>,
     /// Registered memory by its key, for atomic operations of peers.
     pub registered: HashMap<u32, Registered>,
-    /// The routes to the hosts that a message was sent to.
-    ways: HashMap<IpAddr, Arc<Way>>,
+    /// The routes to the hosts that a message was sent to, each from one address of the device. Endpoints of a domain may have different
+    /// addresses.
+    ways: HashMap<(IpAddr, u8), Arc<Way>>,
     /// The route that was used last.
-    last_way: Option<(IpAddr, Arc<Way>)>,
+    last_way: Option<((IpAddr, u8), Arc<Way>)>,
 }
 
 impl Shared {
@@ -92,13 +93,14 @@ impl Shared {
     }
 
     fn way(&mut self, to: IpAddr, from: u8) -> Result<Arc<Way>, i32> {
+        let key = (to, from);
         if let Some((last, way)) = &self.last_way
-            && *last == to
+            && *last == key
         {
             return Ok(Arc::clone(way));
         }
-        if let Some(way) = self.ways.get(&to) {
-            self.last_way = Some((to, Arc::clone(way)));
+        if let Some(way) = self.ways.get(&key) {
+            self.last_way = Some((key, Arc::clone(way)));
             return Ok(Arc::clone(way));
         }
         // Unknown peers can have any number of addresses, so the size of the table is limited.
@@ -106,7 +108,7 @@ impl Shared {
             self.ways.clear();
         }
         let way = Arc::new(Way::new(&self.pd, to, from)?);
-        self.ways.insert(to, Arc::clone(&way));
+        self.ways.insert(key, Arc::clone(&way));
         Ok(way)
     }
 
