@@ -6,6 +6,9 @@
  */
 #include "fi_sides.h"
 
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -2532,6 +2535,54 @@ static const char *full_queue(size_t writes)
 
 enum { OWN_QUEUES = 1, OWN_VECTORS = 2, BY_COMPLETION = 4, MANY_ENDS = 6 };
 
+/* Opens an endpoint from the local address `node`, with which the source of a message is reported. */
+static const char *open_side_at(struct side *side, const char *node, const struct side *beside)
+{
+	struct fi_info *asked = new_hints(), *got = NULL;
+
+	asked->caps = FI_MSG | FI_SOURCE;
+	int rc = fi_getinfo(FI_VERSION(1, 17), node, NULL, FI_SOURCE, asked, &got);
+	fi_freeinfo(asked);
+	OK(rc);
+	keep(close_info, got, "information");
+	return open_side_as(side, &(struct setup){ .info = got, .beside = beside });
+}
+
+/* Two endpoints of a domain have different source addresses. Each sends from its own, also to the same host. */
+static const char *two_sources(size_t arg)
+{
+	struct side server, clients[2];
+	struct fi_cq_tagged_entry entry;
+	struct ifaddrs *all, *one;
+	char other[INET_ADDRSTRLEN] = "";
+	fi_addr_t source, names[2];
+
+	(void)arg;
+	ENSURE(!getifaddrs(&all), "getifaddrs: %s", strerror(errno));
+	for (one = all; one && !*other; one = one->ifa_next)
+		if (one->ifa_addr && one->ifa_addr->sa_family == AF_INET && one->ifa_flags & IFF_UP && !(one->ifa_flags & IFF_LOOPBACK))
+			inet_ntop(AF_INET, &((struct sockaddr_in *)one->ifa_addr)->sin_addr, other, sizeof other);
+	freeifaddrs(all);
+	if (!*other)
+		SKIP("no address but that of lo");
+	TRY(open_side_at(&server, "127.0.0.1", NULL));
+	TRY(open_side_at(&clients[0], "127.0.0.1", NULL));
+	TRY(open_side_at(&clients[1], other, &clients[0]));
+	for (size_t i = 0; i < 2; i++) {
+		TRY(introduce(&clients[i], &server));
+		TRY(introduce(&server, &clients[i]));
+		names[i] = server.peer;
+	}
+	for (size_t i = 0; i < 2; i++) {
+		OK(fi_recv(server.ep, in, 8, NULL, FI_ADDR_UNSPEC, in));
+		OK(fi_send(clients[i].ep, out, 8, NULL, clients[i].peer, out));
+		move_both(&server, &clients[i]);
+		TRY(next(server.rx, &entry, &source));
+		ENSURE(source == names[i], "message %zu comes from %lld instead of %lld", i, (long long)source, (long long)names[i]);
+	}
+	return NULL;
+}
+
 /* Endpoints of one domain, with queues and address vectors of their own or in common, and as many peers in another one. */
 static const char *many_endpoints(size_t arg)
 {
@@ -2952,6 +3003,7 @@ static const struct test tests[] = {
 	{ "few_entries_one_queue", few_entries, 1, 0, false },
 	{ "full_queue", full_queue, 0, 0, false },
 	{ "full_queue_of_writes", full_queue, 1, 0, false },
+	{ "two_sources", two_sources, 0, 0, false },
 	{ "many_endpoints", many_endpoints, 0, 0, false },
 	{ "many_endpoints_own_queues", many_endpoints, OWN_QUEUES, 0, false },
 	{ "many_endpoints_own_vectors", many_endpoints, OWN_VECTORS, 0, false },
