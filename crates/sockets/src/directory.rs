@@ -120,6 +120,7 @@ pub fn give_up(listener: c_int) -> Option<c_int> {
 struct Udp {
     /// By name: the descriptor that holds it, and the number of sockets that use it.
     by_addr: HashMap<Vec<u8>, (c_int, usize)>,
+    /// By descriptor: the name that it holds.
     by_name: HashMap<c_int, Vec<u8>>,
 }
 
@@ -155,8 +156,8 @@ impl Held {
     }
 }
 
-/// Called before a fork. Waits until no other thread holds the locks, for `HELD` at most [`limits::FORK_WAIT`], because the child
-/// could not close its inherited names if they were held.
+/// Called before a fork. Waits until no other thread holds the locks, for `HELD` at most [`limits::FORK_WAIT`]: in the
+/// child nobody would release a lock of another thread, and inherited names could not be closed.
 pub fn stop() -> Stop {
     let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
     let mut held = HELD.try_lock();
@@ -230,7 +231,8 @@ pub fn leave(listener: c_int) -> Option<c_int> {
     (!has_name(held, name)).then_some(name)
 }
 
-/// Called when the program replaces the descriptor `fd`, which holds a name. The library must not use `fd` any more.
+/// Called when the program is about to put a descriptor of its own at `fd`, the number of a descriptor of the library. If that holds a name,
+/// the name is forgotten, because the library must not use `fd` any more.
 pub fn lost(fd: c_int) {
     if let Some(held) = names().as_mut().and_then(|held| held.as_mut()) {
         held.retain(|_, own| *own != fd);

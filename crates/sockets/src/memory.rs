@@ -98,8 +98,8 @@ impl Drop for Counted {
     }
 }
 
-/// The descriptors of memory that is offered and not accepted yet, and when it was offered. Each of them has a slot of
-/// [`limits::MEMORIES`]. The lock is only tried: another thread may have held it when this process was forked.
+/// The descriptors of memory that is offered and not accepted yet, and when it was offered. Each of them counts towards
+/// [`limits::MEMORIES`]. No thread waits for the lock: another thread may have held it when this process was forked.
 static OFFERED: Mutex<Vec<(File, u64)>> = Mutex::new(Vec::new());
 
 /// Returns whether memory may carry one more direction of a stream. `offered`: the number of directions for which memory is
@@ -162,7 +162,8 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Makes memory for a reader. `None`: the process has too many, or there is no memory or no descriptor.
+    /// Makes memory for a reader. `None`: the process has too many of them, another thread makes an offer, or no memory or descriptor
+    /// is free.
     pub fn offer() -> Option<(Self, Offer)> {
         let now = sys::now_ms();
         let mut offered = OFFERED.try_lock()?;
@@ -412,7 +413,7 @@ pub fn is_local(fd: c_int) -> bool {
     here == there || IpAddr::is_loopback(&here) && there.is_loopback()
 }
 
-/// Makes memory. Another test, which runs at the same time, may hold the lock.
+/// Makes memory. Tries again if that fails: another test, which runs at the same time, may hold the lock.
 #[cfg(test)]
 pub fn offered() -> (Writer, Offer) {
     let all = std::iter::repeat_with(|| {

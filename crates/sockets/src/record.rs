@@ -1,11 +1,12 @@
 //! The format in which the program's calls and the thread for reliable datagrams exchange datagrams, over a pair of local sockets.
 //!
 //! ```text
-//!  kind (1) | flags (1) | control (2) | length (4) | address length (4) | address (28) | control messages | payload
+//!  kind (1) | flags (1) | control length (2) | payload length (4) | address length (4) | address (28)
+//!  control messages | payload
 //! ```
 //!
-//! Numbers have the byte order of the host. The address is the destination of a datagram from the program, and the source of a
-//! datagram to the program.
+//! Numbers have the byte order of the host, and lengths are in bytes. The address is the destination of a datagram from the
+//! program, and the source of a datagram to the program.
 
 use std::net::IpAddr;
 
@@ -71,7 +72,7 @@ impl<'a> Record<'a> {
         head
     }
 
-    /// Returns all bytes.
+    /// Returns the whole record: header, control messages and payload.
     pub fn emit(&self) -> Vec<u8> {
         let head = self.head(self.payload.len());
         [&head[..], self.control, self.payload].concat()
@@ -114,7 +115,8 @@ impl<'a> Record<'a> {
         })
     }
 
-    /// Returns the payload length in the header of a datagram's record. The rest of the record may be missing. `None`: another kind.
+    /// Returns the payload length in the header of a datagram's record. The rest of the record may be missing. `None`: the
+    /// record has another kind, or its header is incomplete.
     pub fn length(head: &[u8]) -> Option<usize> {
         let number: [u8; 4] = head.get(4..8)?.try_into().ok()?;
         (head.first() == Some(&0)).then_some(u32::from_ne_bytes(number) as usize)
@@ -141,7 +143,7 @@ pub fn parse_source(bytes: &[u8]) -> Option<IpAddr> {
         .ok()
 }
 
-/// The control messages of a datagram, in the format of cmsg(3): level, type and data of each, and all its bytes.
+/// An iterator over the control messages of a datagram, which are in the format of cmsg(3).
 #[derive(Debug, Clone)]
 pub struct Controls<'a>(pub &'a [u8]);
 

@@ -1,4 +1,5 @@
-//! One upgraded stream: a TCP connection whose bytes are sent in RDMAP Sends. No function here blocks.
+//! One upgraded stream: a TCP connection whose bytes are sent in RDMAP Sends. No function here blocks, except
+//! [`Stream::hand_over`] and [`Stream::end`], which have a time limit.
 //!
 //! The *carrier* is the kernel's socket of that connection. A *Limit* message raises the number of bytes that its receiver may send; a
 //! *Reply* is that of the MPA start-up; [`wire::Kind`] lists the other messages. The *memory* is a ring that two ends on one host share.
@@ -46,7 +47,7 @@ impl Plan {
 #[derive(Debug)]
 pub struct Room<'a> {
     head: [u8; HEAD],
-    /// For short receives, which are the most frequent: to take a buffer costs more than to clear this one.
+    /// For short receives, which are the most frequent: taking a buffer from the shared ones costs more than clearing this one.
     few: &'a mut [u8; limits::FEW],
     /// `None`: `few` is used.
     buffer: Option<Box<[u8]>>,
@@ -551,7 +552,7 @@ impl Stream {
         }
     }
 
-    /// Returns whether bytes wait for the carrier, the peer's Reply or credit.
+    /// Returns whether anything waits to be sent: for the carrier, the peer's Reply or credit, or because it is corked.
     pub fn is_waiting(&self) -> bool {
         !self.broken
             && (!self.out.is_empty() || !self.held.is_empty() || self.end_due || self.limit_due)
@@ -690,7 +691,7 @@ impl Stream {
         if !self.broken {
             self.broken = true;
             self.error = match error {
-                // As in the kernel, if the reset comes after the end of the peer's data.
+                // The kernel returns EPIPE too if the reset comes after the end of the peer's data.
                 libc::ECONNRESET if self.eof => libc::EPIPE,
                 error => error,
             };
@@ -1141,8 +1142,8 @@ impl Stream {
     }
 
     /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull`
-    /// nothing is received from the carrier. `start`: the number of bytes in `dest` before this attempt to read, for which
-    /// [`Self::arrived`] may have added some already.
+    /// nothing is received from the carrier. `start`: the number of bytes that were in `dest` before this attempt to
+    /// read. [`Self::arrived`] may have added some since then.
     ///
     /// # Errors
     /// EAGAIN if nothing is available; otherwise the stream's error, which is returned once.
@@ -1231,7 +1232,7 @@ impl Stream {
     /// Reads the urgent byte. With `peek` it can be read again.
     ///
     /// # Errors
-    /// EINVAL if there is none.
+    /// EINVAL if there is none, or with `SO_OOBINLINE`.
     pub fn read_urgent(
         &mut self,
         fd: c_int,
@@ -1331,10 +1332,10 @@ impl Stream {
         accepts
     }
 
-    /// Sends what was written before the peer's Reply, which has not arrived, because this end does not wait for it any longer: the
-    /// program has closed the stream or ends, and the peer has not used the connection yet. The messages are behind the Request in the
-    /// peer's kernel. If there are too many bytes for that, the connection is reset, so that the peer does not take the end
-    /// of the connection for the end of the data.
+    /// Sends what the program has written, although the peer's Reply has not arrived. Called if this end cannot wait for the Reply any
+    /// longer: the program has closed the stream or ends, and the peer has not used the connection yet. The messages follow the Request
+    /// into the peer's kernel. If there are more than [`limits::EARLY_BYTES`] bytes, the connection is reset, so that the peer does not
+    /// take the end of the connection for the end of the data.
     pub fn send_early(&mut self, fd: c_int) {
         if self.begin_early(fd) {
             self.flush(fd);
@@ -1356,8 +1357,8 @@ impl Stream {
     }
 
     /// Sends all bytes for which there is credit, and waits until the peer's kernel has acknowledged them, but not longer than `until`. The
-    /// process ends then, so what arrives is discarded: with unread messages of the peer, the kernel would send a reset. `shuts`: no other
-    /// process has the connection, so a FIN can follow the bytes.
+    /// process ends afterwards. What arrives is read and discarded: with unread messages of the peer, the kernel would send a reset.
+    /// `shuts`: no other process has the connection, so a FIN can follow the bytes.
     ///
     /// The process may end in a signal handler, so no memory is allocated or freed.
     pub fn end(&mut self, fd: c_int, until: Instant, shuts: bool) {
@@ -1413,7 +1414,8 @@ impl Stream {
         }
     }
 
-    /// Builds the next message from the held bytes, of which `from` are sent. Returns its length, or 0 if there is no more credit.
+    /// Builds the next message from the held bytes, of which `from` are sent already, and before it an announcement if the peer needs one.
+    /// Returns the length, which is 0 if no byte is left or there is no more credit.
     fn last_message(&mut self, into: &mut [u8; LAST], from: &mut usize) -> usize {
         let mut len = 0;
         if let Some(writer) = self.memory_out.accepted()
@@ -1600,7 +1602,7 @@ impl Stream {
         self.flush_out(fd);
     }
 
-    /// Sends a prefix of the payload in one Send. Returns the length of the prefix.
+    /// Sends a prefix of the payload in one Send, or puts it into the memory. Returns the length of the prefix.
     fn data(&mut self, fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> Result<usize, c_int> {
         let total: usize = parts.iter().take(limits::PARTS).map(|p| p.len()).sum();
         let Some(tx) = &mut self.tx else {
@@ -1953,8 +1955,8 @@ impl Stream {
             self.pull(fd, None, limits::WAIT_READ);
         }
         if !self.queue.is_empty() || sys::linger(fd) == Some(0) {
-            // Unread data is lost, so the peer's connection is reset, as TCP does. What the program has written before the peer's Reply is
-            // sent, as the kernel would have sent it already.
+            // Unread data is lost, or the program has asked for a reset (SO_LINGER with 0 seconds). TCP resets the peer's connection in both
+            // cases. What the program has written before the peer's Reply is sent first, as the kernel would have sent it already.
             if !self.held.is_empty() {
                 self.send_early(fd);
             }
@@ -2049,7 +2051,7 @@ fn send_copy<'a, const N: usize>(
     sys::send(fd, &[IoSlice::new(copy.get(..n).unwrap_or(&[]))], flags)
 }
 
-/// The length in bytes of the messages that [`Stream::end`] sends at a time: an announcement and corked bytes.
+/// The most bytes that [`Stream::end`] builds at a time: an announcement, and a message with [`limits::CORKED`] bytes of payload.
 const LAST: usize = ANNOUNCEMENT + limits::CORKED + BEHIND;
 
 /// The length in bytes of a Memory message, which needs no padding and has a field for the CRC.

@@ -334,8 +334,8 @@ pub fn is_delivered(fd: c_int) -> bool {
     r != 0 || left == 0
 }
 
-/// Returns whether the peer's host has not answered for some time: about a second and a half with the kernel's default timers. A peer whose receive buffer
-/// is full answers the kernel's probes of its window.
+/// Returns whether the peer's host has not answered for some time: about a second and a half with the kernel's default timers. A peer
+/// whose receive buffer is full answers the kernel's probes of its window.
 pub fn is_unreachable(fd: c_int) -> bool {
     // SAFETY: the structure consists of integers.
     let info = unsafe { structure::<libc::tcp_info>(fd, libc::IPPROTO_TCP, libc::TCP_INFO) };
@@ -1062,7 +1062,7 @@ impl Received<'_> {
 }
 
 impl Inbox {
-    /// Bytes of control messages of a datagram: those of all options that a program can set for UDP.
+    /// Bytes of memory for the control messages of each datagram.
     const CONTROL: usize = limits::CONTROL;
 
     /// Allocates memory for [`limits::INBOX`] datagrams.

@@ -132,7 +132,7 @@ fn user_of(line: &str, protocol: Protocol, at: SocketAddr) -> Option<u32> {
     {
         return None;
     }
-    // Words of 32 bits in the byte order of the host.
+    // The address is printed as words of 32 bits in the byte order of the host.
     let mut octets = [0u8; 16];
     for (place, hex) in octets.chunks_exact_mut(4).zip(ip.as_bytes().chunks(8)) {
         let word = u32::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok()?;

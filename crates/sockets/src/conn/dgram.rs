@@ -78,8 +78,8 @@ pub struct Dgram {
     epoch: AtomicU32,
     id: AtomicU32,
     received: AtomicU32,
-    /// The peer of a connected socket. Only `try_lock` is used, so that no call blocks: a datagram is sent plain if another thread
-    /// holds the lock, or held it when the process forked.
+    /// The peer of a connected socket. Only `try_read` and `try_write` are used, so that no call blocks: a datagram is sent plain if
+    /// another thread changes the peer, or did so when the process forked.
     peer: RwLock<Option<SocketAddr>>,
 }
 
@@ -103,8 +103,8 @@ fn kind_of(bits: u8) -> Option<Kind> {
     }
 }
 
-/// Returns whether the address is multicast or broadcast. Such datagrams stay plain, because some of the receivers may not
-/// accept messages.
+/// Returns whether the address is a multicast address or 255.255.255.255. Datagrams to it stay plain, because some of the receivers may
+/// not accept messages. [`find_out`] handles the broadcast addresses of networks.
 fn is_group(addr: SocketAddr) -> bool {
     match addr.ip().to_canonical() {
         std::net::IpAddr::V4(ip) => ip.is_multicast() || ip.is_broadcast(),
@@ -431,7 +431,7 @@ impl Dgram {
         self.numbers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Called when the program closes a descriptor of the socket, after it was removed from the table.
+    /// Called when the program closes a descriptor of the socket, after the descriptor was removed from the table.
     pub fn closing(&'static self, fd: c_int) {
         if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.leave(fd);
@@ -655,7 +655,7 @@ fn find_out(peer: SocketAddr, own: u8, known: Option<Known>) -> Known {
         Some((mode, unasked)) => mode.upgrades() && !unasked,
     };
     let may = rule.map_or(own != 0, |(mode, _)| mode.upgrades()) && !is_group(peer);
-    // A broadcast address is treated as a group.
+    // The broadcast address of a network is treated as a group.
     let is_alone = may && !sys::is_broadcast(peer);
     let bits = rule.map_or(own, |rule| rule_bits(Some(rule)));
     let is_reliable = kind_of(bits) == Some(Kind::Reliable);

@@ -94,8 +94,9 @@ pub fn watch(fd: c_int, sock: &'static Sock, pending: Pending) {
     watch_with(&mut lock(), fd, sock, pending);
 }
 
-/// Like [`watch`], for a thread that has locked an epoll set. A fork waits for the lock of the set, so the thread tries to get the worker's
-/// lock only [`limits::WORKER_TRIES`] times. If it does not get it, the next call on the stream makes the worker send the bytes.
+/// Like [`watch`], for a thread that has locked an epoll set. A fork holds the worker's lock while it waits for the lock of the set, so this
+/// thread must not wait for the worker's lock: it tries [`limits::WORKER_TRIES`] times to get it. If all attempts fail, the next call on the
+/// stream makes the worker send the bytes.
 pub fn try_watch(fd: c_int, sock: &'static Sock, pending: Pending) {
     for _ in 0..limits::WORKER_TRIES {
         if pending == Pending::Nothing {
@@ -115,8 +116,8 @@ fn watch_with(work: &mut Option<Work>, fd: c_int, sock: &'static Sock, pending: 
     }
 }
 
-/// Makes the worker send the rest of a stream that the program has closed, and keep its descriptor open until the peer has
-/// closed the stream too. If [`limits::DRAINS`] streams are drained already, the rest is discarded.
+/// Makes the worker send the rest of a stream that the program has closed, and keep a copy of its descriptor open until the peer has
+/// closed the stream too. If [`limits::DRAINS`] streams are drained already, or no descriptor is free, the rest is discarded.
 pub fn drain(fd: c_int, stream: Box<Stream>) {
     let mut guard = lock();
     let work = guard.get_or_insert_default();

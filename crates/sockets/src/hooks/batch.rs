@@ -14,7 +14,7 @@ use libc::{c_int, c_uint, iovec, mmsghdr, timespec};
 /// The longest list that the kernel accepts in one call.
 const MOST: usize = 1024;
 
-/// Memory of one call: the kernel's list, one buffer descriptor for each datagram, and the bytes. It holds raw pointers and is not
+/// Memory of one call: the kernel's list, one `iovec` for each datagram, and the bytes. It holds raw pointers and is not
 /// freed on drop: a thread that is cancelled in the call leaks it.
 struct Memory {
     all: *mut libc::c_void,

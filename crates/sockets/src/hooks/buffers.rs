@@ -43,7 +43,7 @@ fn free(at: *mut u8) {
     }
 }
 
-/// Returns a buffer of [`limits::RECORD`] bytes, which the caller must release. Returns null if there is no memory.
+/// Returns a buffer of [`limits::RECORD`] bytes, which the caller passes to [`give_back`] after use. Returns null if there is no memory.
 pub(super) fn take() -> *mut u8 {
     let own = BUFFER.try_with(|b| {
         if b.busy.replace(true) {
@@ -129,7 +129,7 @@ pub(super) unsafe fn gather(parts: &[iovec], at: *mut u8) {
     }
 }
 
-/// Returns the value that the call returns to the program.
+/// Returns the result of the program's call for a datagram of `length` bytes, of which `done` were copied.
 pub(super) fn result((done, length): (usize, usize), flags: c_int) -> isize {
     // For an error report the kernel does not return the full length.
     if flags & libc::MSG_TRUNC != 0 && flags & libc::MSG_ERRQUEUE == 0 {

@@ -117,8 +117,8 @@ pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: 
     result(found, flags)
 }
 
-/// Returns the socket of a read call if received messages must be unwrapped. This holds for sockets that are not registered
-/// yet too: another thread may send a message, which registers the socket, while this call waits.
+/// Returns the socket of a read call if received messages must be unwrapped. Sockets that are not registered yet are included:
+/// another thread may send a message, which registers the socket, while this call waits.
 #[inline]
 pub(super) fn reader(fd: c_int, flags: c_int) -> Option<&'static Dgram> {
     table::dgram(fd).filter(|d| d.opens() && flags & libc::MSG_OOB == 0)
@@ -269,7 +269,7 @@ unsafe fn is_segmented(msg: *const msghdr) -> bool {
 /// # Safety
 /// The requirements of `sendmsg` apply.
 pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<Plan> {
-    /// All paths carry this many bytes (RFC 791: a datagram of 576 bytes).
+    /// Payload bytes that every path is assumed to carry: all hosts accept IP datagrams of 576 bytes (RFC 791).
     const SHORT: usize = 512;
     const PLAIN: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY | libc::MSG_MORE;
     // SAFETY: upheld by the caller.
@@ -304,8 +304,8 @@ pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Op
     Some(Plan { peer, kind, length })
 }
 
-/// Returns the longest payload that a message or reliable datagram to this address may have. A longer one is given to the kernel, which
-/// refuses it over IPv4.
+/// Returns the longest payload that a message or reliable datagram to this address may have. A longer one is passed to the
+/// kernel, which refuses it over IPv4, and sends it unchanged over IPv6 if a UDP datagram can have this length.
 fn longest(peer: &SocketAddr) -> usize {
     if peer.ip().to_canonical().is_ipv4() {
         crate::reliable::LONGEST
@@ -340,7 +340,8 @@ pub(super) unsafe fn join(
     end + TAIL
 }
 
-/// Sends a piece of a datagram that is built by several calls (`MSG_MORE`). Returns `None` if one call sends the whole datagram.
+/// Sends a piece of a datagram that is built by several calls (`MSG_MORE`). Returns `None` if this call sends a whole
+/// datagram.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.

@@ -1,4 +1,4 @@
-//! The hooks for the life of descriptors: socket, connect, accept, dup, close, exec, and socket options.
+//! The hooks for the life of descriptors: socket, connect, accept, dup, close, exit, and socket options.
 
 use super::reliable as pairs;
 use super::{dgram, fail, is_nowhere};
@@ -209,7 +209,7 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
         return fd;
     }
     let entry = match table::get(listener) {
-        // The program got the listener from another process, or has called `listen` by another descriptor.
+        // The program got the listener from another process, or has called `listen` on another descriptor of it.
         Entry::Tcp | Entry::Other if is_tcp(listener) && !owner::is_visitor() => {
             adopt_listener(listener);
             table::get(listener)
@@ -230,7 +230,7 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
             };
             set_entry(fd, Entry::Sock(Sock::new(State::Accepted, is_strict)));
             show::undecided(fd);
-            // In the child of a fork the thread that answers queries has not been started yet.
+            // In the child of a fork the thread that answers queries may not have been started yet.
             answers::start();
             if ACCEPTED.fetch_add(1, Ordering::Relaxed) % 512 == 511 {
                 directory::sweep();
@@ -1004,8 +1004,8 @@ pub(crate) fn adopt_dgram(fd: c_int) {
     }
 }
 
-/// See `_exit(2)`. First sends corked bytes, and waits until the bytes of streams and the reliable datagrams are acknowledged: unlike
-/// those in the kernel's buffers, some of them would not arrive after the end of the process.
+/// See `_exit(2)`. First sends corked bytes, and waits until the bytes of streams and the reliable datagrams are acknowledged. After the end
+/// of the process the kernel sends what is in its buffers, but what is still in the library's buffers would be lost.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn _exit(status: c_int) -> ! {
     if !owner::is_visitor() {
