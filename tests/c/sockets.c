@@ -8,6 +8,7 @@
  */
 #include "check.h"
 
+#include <dirent.h>
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <linux/tcp.h> /* newer than netinet/tcp.h */
@@ -1655,6 +1656,50 @@ static const char *corked_fork(size_t how)
 	}
 	close(p.a);
 	ENSURE(read(p.b, &status, 1) == 0, "the stream does not end: %s", strerror(errno));
+	return NULL;
+}
+
+/* The number of connected TCP sockets of this process, without `fd`. */
+static const char *other_connections(int fd, int *count)
+{
+	DIR *dir = opendir("/proc/self/fd");
+	struct dirent *entry;
+
+	ENSURE(dir, "/proc/self/fd: %s", strerror(errno));
+	for (*count = 0; (entry = readdir(dir));) {
+		struct sockaddr_in peer;
+		int other = atoi(entry->d_name);
+
+		if (other > 2 && other != fd && other != dirfd(dir) &&
+		    !getpeername(other, (struct sockaddr *)&peer, &(socklen_t){ sizeof peer }) && peer.sin_family == AF_INET)
+			++*count;
+	}
+	closedir(dir);
+	return NULL;
+}
+
+/* A process forks after it has closed a stream that its peer still has. The child has no copy of the connection. */
+static const char *closed_before_fork(size_t arg)
+{
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(text(p.a, "last"));
+	TRY(takes(p.b, "last"));
+	ENSURE(!close(p.a), "close: %s", strerror(errno));
+	for (int i = 0; i < 10; i++) {
+		int status, count;
+		pid_t child = fork();
+
+		ENSURE(child >= 0, "fork: %s", strerror(errno));
+		if (!child)
+			_exit(other_connections(p.b, &count) ? 99 : count);
+		ENSURE(waitpid(child, &status, 0) == child, "waitpid: %s", strerror(errno));
+		ENSURE(!status, "the child has %d connections that the parent has closed", WEXITSTATUS(status));
+		sleep_ms(1);
+	}
+	ENSURE(read(p.b, &(char){ 0 }, 1) == 0, "the stream does not end: %s", strerror(errno));
 	return NULL;
 }
 
@@ -4183,6 +4228,7 @@ static const struct test tests[] = {
 	{ "child_closes_stream", child_closes, CLOSES_STREAM, 0, false },
 	{ "child_closes_all", child_closes, CLOSES_ALL, 0, false },
 	{ "child_closes_listener", child_closes, CLOSES_LISTENER, 0, false },
+	{ "closed_before_fork", closed_before_fork, 0, 0, false },
 	{ "removed_before_fork", removed_before_fork, 0, 0, false },
 	{ "child_only_waits", child_only_waits, 0, 0, false },
 	{ "child_only_waits_with_data", child_only_waits, 1, 0, false },

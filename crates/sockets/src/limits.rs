@@ -135,6 +135,8 @@ pub const DEAF_TICK: i32 = 1;
 pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
 /// Size in bytes of the memory in which forked processes record the owner of each stream: one word for a stream.
 pub const OWNERS: usize = 256 * 1024;
+/// The number of words that are tried to find a free one for a new stream.
+pub const OWNER_TRIES: u32 = 1000;
 /// The number of descriptors that are checked at start for inherited sockets if `/proc` does not list the open ones.
 pub const INHERITED: i32 = 32;
 /// The longest time, in milliseconds, that a fork waits for a lock of the library, so that the child can use what it protects. Such locks are held

@@ -21,14 +21,71 @@ fn map() -> Option<&'static [AtomicU32]> {
     Some(unsafe { std::slice::from_raw_parts(at.cast(), words) })
 }
 
-/// Returns a word for a new stream, or `None` if there is no memory for the words. If there are more streams than words,
-/// streams share one. After a fork such a stream may be assigned to the wrong process, and the other process gets EIO.
-pub fn word() -> Option<&'static AtomicU32> {
+/// The value of a word that no stream has.
+const FREE: u32 = 0;
+/// The value of the word of a stream without an owner: the first process that uses the stream becomes its owner.
+pub const NOBODY: u32 = u32::MAX;
+
+/// Returns a word with the value `owner` for a new stream, or `None` if there is no memory for the words. If no free word is found in
+/// [`limits::OWNER_TRIES`] attempts, the stream shares one with another stream. After a fork such a stream may be assigned to the wrong
+/// process, and the other process gets EIO.
+pub fn word(owner: u32) -> Option<&'static AtomicU32> {
     // The number of the next word is in the same memory, because the child of a fork must not take the words of its parent's streams.
     let [next, words @ ..] = (*WORDS.get())? else {
         return None;
     };
-    words.get(next.fetch_add(1, Ordering::Relaxed) as usize % words.len())
+    let mut shared = None;
+    for _ in 0..limits::OWNER_TRIES {
+        let word = words.get(next.fetch_add(1, Ordering::Relaxed) as usize % words.len())?;
+        let old = word.load(Ordering::Relaxed);
+        // A process that was killed has not given its words back.
+        let is_free = old == FREE || old != NOBODY && old != me() && !exists(old);
+        if is_free && swap(word, old, owner) {
+            return Some(word);
+        }
+        shared = Some(word);
+    }
+    shared.inspect(|word| word.store(owner, Ordering::Release))
+}
+
+fn swap(word: &AtomicU32, from: u32, to: u32) -> bool {
+    word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed)
+        .is_ok()
+}
+
+/// Gives back the word of a stream that this process owns and that no other process has.
+pub fn give_back(word: &AtomicU32) {
+    swap(word, me(), FREE);
+}
+
+/// Gives back the word of a stream without an owner.
+pub fn give_back_unowned(word: &AtomicU32) {
+    swap(word, NOBODY, FREE);
+}
+
+/// Returns the owner of a stream, if it has one.
+pub fn owner_of(word: &AtomicU32) -> Option<u32> {
+    // The word may have been given back by another process that has closed the stream.
+    Some(word.load(Ordering::Acquire)).filter(|owner| ![FREE, NOBODY].contains(owner))
+}
+
+/// Makes this process the owner of a stream if its owner is still `old`. Returns whether it was.
+pub fn replace(word: &AtomicU32, old: Option<u32>) -> bool {
+    match old {
+        Some(old) => swap(word, old, me()),
+        None => swap(word, NOBODY, me()) || swap(word, FREE, me()),
+    }
+}
+
+/// Makes this process the owner of a stream if it has none. Returns the owner.
+pub fn claim(word: &AtomicU32) -> u32 {
+    loop {
+        match owner_of(word) {
+            Some(owner) => return owner,
+            None if replace(word, None) => return me(),
+            None => {}
+        }
+    }
 }
 
 static COUNTS: Inherited<Option<&'static [AtomicU32]>> = Inherited::new(map);
@@ -109,4 +166,27 @@ pub fn exists(process: u32) -> bool {
 /// Forgets the parent's id. Called in the child of a fork.
 pub fn forked() {
     ME.store(0, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_in_use_is_not_given_to_another_stream() {
+        let (mine, unowned) = (word(me()).unwrap(), word(NOBODY).unwrap());
+        for _ in 0..limits::OWNERS / size_of::<AtomicU32>() {
+            let other = word(me()).unwrap();
+            assert!(!std::ptr::eq(other, mine) && !std::ptr::eq(other, unowned));
+            give_back(other);
+        }
+        assert_eq!((owner_of(mine), owner_of(unowned)), (Some(me()), None));
+        assert_eq!(claim(unowned), me());
+        for word in [mine, unowned] {
+            give_back(word);
+        }
+        let unowned = word(NOBODY).unwrap();
+        give_back_unowned(unowned);
+        assert_eq!(unowned.load(Ordering::Relaxed), FREE);
+    }
 }

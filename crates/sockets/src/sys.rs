@@ -757,12 +757,6 @@ pub fn copy_option(from: c_int, to: c_int, name: c_int) {
     }
 }
 
-/// Returns whether a process with this id exists.
-pub fn exists(pid: u32) -> bool {
-    // SAFETY: signal 0 is not sent.
-    unsafe { libc::kill(pid as libc::pid_t, 0) == 0 || errno() == libc::EPERM }
-}
-
 /// Returns the UDP payload, in bytes, that the path to `ip` carries without fragmentation, as far as this host knows.
 pub fn path_mtu(ip: IpAddr) -> u16 {
     const ETHERNET: c_int = 1500;
@@ -994,7 +988,13 @@ pub fn exchange<R>(
         let ready = unsafe { real::ppoll(&raw mut p, 1, &raw const time, std::ptr::null()) };
         let mut got = [0u8; 64];
         match recv(fd, &mut [IoSliceMut::new(&mut got)]) {
-            Ok(n) => found = got.get(..n).and_then(&mut is_answer),
+            Ok(n) => {
+                found = got.get(..n).and_then(&mut is_answer);
+                // The peer may send other datagrams faster than they are received.
+                if left.is_zero() {
+                    break;
+                }
+            }
             Err(libc::EAGAIN | libc::EINTR) if ready != 0 && !left.is_zero() => {}
             Err(_) => break,
         }

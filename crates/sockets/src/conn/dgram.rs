@@ -476,9 +476,9 @@ impl Dgram {
         table::own(pair);
         table::own(other);
         if let Ok(mut place) = self.server.write() {
-            *place = owner::word();
+            *place = owner::word(owner::NOBODY);
             if let Some(word) = *place {
-                word.store(0, Ordering::Release);
+                shared.set_server(word);
             }
         }
         if let Ok(mut place) = self.shared.write() {
@@ -532,13 +532,13 @@ impl Dgram {
         let pair = self.pair()?;
         let word = self.server.try_read().ok().and_then(|word| *word)?;
         let me = owner::me();
-        let server = word.load(Ordering::Acquire);
+        let server = owner::owner_of(word);
         // In a child of a fork, the parent's thread serves the socket while the parent lives.
-        if server != me && !owner::is_visitor() && (server == 0 || !sys::exists(server)) {
+        let is_served = server.is_some_and(|server| server == me || owner::exists(server));
+        if !is_served && !owner::is_visitor() {
             let _stays = sys::NotCancelled::begin();
-            let taken = word.compare_exchange(server, me, Ordering::AcqRel, Ordering::Acquire);
-            if taken.is_ok() && !self.start(fd) {
-                word.store(0, Ordering::Release);
+            if owner::replace(word, server) && !self.start(fd) {
+                word.store(owner::NOBODY, Ordering::Release);
             }
         }
         Some(pair)
@@ -564,7 +564,7 @@ impl Dgram {
     pub fn leave_to_others(&self) {
         if let Some(word) = self.server.try_read().ok().and_then(|word| *word) {
             let me = owner::me();
-            let _ = word.compare_exchange(me, 0, Ordering::AcqRel, Ordering::Relaxed);
+            let _ = word.compare_exchange(me, owner::NOBODY, Ordering::AcqRel, Ordering::Relaxed);
         }
     }
 
@@ -600,13 +600,18 @@ impl Dgram {
         }
         reliable::LIVE.fetch_sub(1, Ordering::AcqRel);
         let word = self.server.try_read().ok().and_then(|word| *word);
-        let server = word.map_or(0, |word| word.load(Ordering::Acquire));
-        let end = self.shared.try_read().map_or(-1, |shared| shared.end());
+        let server = word.and_then(owner::owner_of);
         table::close_own(pair);
-        if server != owner::me() {
-            // This process has a copy of the other end, which none of its threads uses.
-            table::close_own(end);
-        } else if let Ok(shared) = self.shared.try_read() {
+        let Ok(shared) = self.shared.try_read() else {
+            return;
+        };
+        if server != Some(owner::me()) {
+            // This process has copies of the thread's descriptors, which none of its threads uses.
+            shared.close_copies();
+            if let (None, Some(word)) = (server, word) {
+                owner::give_back_unowned(word);
+            }
+        } else {
             let errno = sys::errno();
             reliable::wait_released(&shared);
             sys::set_errno(errno);
@@ -620,7 +625,7 @@ impl Dgram {
             let bytes = record::Record::empty(record::Kind::Release).emit();
             let _ = sys::send(pair, &[std::io::IoSlice::new(&bytes)], libc::MSG_NOSIGNAL);
             let word = self.server.try_read().ok().and_then(|word| *word);
-            if word.is_none_or(|word| word.load(Ordering::Acquire) == 0) {
+            if word.and_then(owner::owner_of).is_none() {
                 self.close_end();
             }
         }

@@ -19,6 +19,7 @@ use crate::conn::worker::spawn;
 use crate::limits;
 use crate::log;
 use crate::message;
+use crate::owner;
 use crate::record::{Controls, Kind, Record, parse_source};
 use crate::reliable::Reliable;
 use crate::sys::{self, Inbox};
@@ -28,8 +29,8 @@ use libc::{c_int, epoll_event};
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The number of UDP sockets of this process with reliable datagrams.
@@ -53,8 +54,10 @@ pub struct Shared {
     /// `UDP_SEGMENT` is set. It must not apply to packets.
     segments: AtomicBool,
     /// True while the kernel collects a datagram from several calls of the program (MSG_MORE, UDP_CORK): a packet that is sent
-    /// meanwhile would become a part of it. The thread holds the lock while it sends.
-    builds: Mutex<bool>,
+    /// meanwhile would become a part of it. Changed with [`SENDING`] locked.
+    builds: AtomicBool,
+    /// The word with the process that serves the socket.
+    server: OnceLock<&'static AtomicU32>,
 }
 
 impl Shared {
@@ -73,6 +76,11 @@ impl Shared {
         self.error.swap(0, Ordering::AcqRel)
     }
 
+    /// Sets the word that the thread gives back when it no longer serves the socket.
+    pub fn set_server(&self, word: &'static AtomicU32) {
+        let _ = self.server.set(word);
+    }
+
     /// Sets the descriptor number of the thread's end.
     pub fn set_end(&self, end: c_int) {
         self.end.store(end, Ordering::Release);
@@ -85,6 +93,21 @@ impl Shared {
 
     fn socket(&self) -> c_int {
         self.socket.load(Ordering::Acquire)
+    }
+
+    /// Stores the number of the thread's copy of the UDP socket, and closes the copy that was stored before, if any.
+    fn replace_socket(&self, socket: c_int) {
+        let before = self.socket.swap(socket, Ordering::AcqRel);
+        // 0 is the initial value.
+        if before > 0 {
+            table::close_own(before);
+        }
+    }
+
+    /// Closes the copies of the thread's descriptors in a process whose threads do not use them.
+    pub fn close_copies(&self) {
+        table::close_own(self.end());
+        self.replace_socket(0);
     }
 
     /// Moves a descriptor of the thread to another number, because the program is about to put one of its own there.
@@ -108,7 +131,9 @@ impl Shared {
 
     /// Called before the first and after the last of several calls from which the kernel builds a datagram.
     pub fn build(&self, on: bool) {
-        let was = std::mem::replace(&mut *self.builds.lock(), on);
+        let sending = SENDING.lock();
+        let was = self.builds.swap(on, Ordering::AcqRel);
+        drop(sending);
         if was && !on {
             wake_thread();
         }
@@ -144,6 +169,8 @@ static WAKE: AtomicI32 = AtomicI32::new(-1);
 static SET: AtomicI32 = AtomicI32::new(-1);
 
 static THREAD: Mutex<Option<ThreadState>> = Mutex::new(None);
+/// Locked while the thread sends a packet. One lock for all sockets, so that a fork can hold it.
+static SENDING: Mutex<()> = Mutex::new(());
 /// Tells the thread to close its copies of sockets that the program has closed, because the program needs their port.
 static ABANDONS: AtomicBool = AtomicBool::new(false);
 /// The number of closed sockets whose datagrams are not all acknowledged.
@@ -225,7 +252,8 @@ pub fn serve(fd: c_int, shared: Arc<Shared>) -> bool {
     };
     table::own(socket);
     show::own(socket);
-    shared.socket.store(socket, Ordering::Release);
+    // A child of a fork has a copy of the parent's descriptor, which is closed here.
+    shared.replace_socket(socket);
     thread.new.push(Job { fd, shared, rd });
     wake_thread();
     true
@@ -284,19 +312,26 @@ fn finish(until: Instant) {
     }
 }
 
-/// Locks the state of the thread while the process forks.
+/// Locks the state of the thread while the process forks, and keeps the thread from sending: the child would inherit a lock that no
+/// thread of its own releases.
 pub fn hold() -> Held {
-    Held(THREAD.lock())
+    Held {
+        thread: THREAD.lock(),
+        _sending: SENDING.lock(),
+    }
 }
 
-/// The lock of [`hold`].
+/// The locks of [`hold`].
 #[derive(Debug)]
-pub struct Held(std::sync::MutexGuard<'static, Option<ThreadState>>);
+pub struct Held {
+    thread: MutexGuard<'static, Option<ThreadState>>,
+    _sending: MutexGuard<'static, ()>,
+}
 
 impl Held {
     /// Called in the child of a fork, which has no thread.
     pub fn forked(mut self) {
-        if self.0.take().is_some() {
+        if self.thread.take().is_some() {
             close_descriptors();
         }
         DRAINING.store(0, Ordering::Release);
@@ -568,7 +603,10 @@ impl Thread {
         }
         sys::epoll_change(set(), libc::EPOLL_CTL_DEL, socket.shared.socket(), 0, 0);
         show::forget(socket.shared.socket());
-        table::close_own(socket.shared.socket());
+        socket.shared.replace_socket(0);
+        if let Some(word) = socket.shared.server.get() {
+            owner::give_back(word);
+        }
         socket.shared.released.store(true, Ordering::Release);
         DRAINING.fetch_sub(1, Ordering::AcqRel);
     }
@@ -797,13 +835,13 @@ impl Socket {
                 is_v6: self.is_v6,
                 is_whole: self.shared.segments.load(Ordering::Acquire),
             };
-            let builds = self.shared.builds.lock();
-            if *builds {
+            let sending = SENDING.lock();
+            if self.shared.builds.load(Ordering::Acquire) {
                 // The thread is woken when the datagram is complete.
                 return;
             }
             let sent = sys::send_datagram(self.shared.socket(), &packet.bytes, &to);
-            drop(builds);
+            drop(sending);
             match sent {
                 Ok(()) => self.rd.written(self.unsent.pop_front().into_iter()),
                 // The epoll set reports when there is room again.

@@ -293,7 +293,9 @@ impl Set {
                 let before = old.filter(|_| op == libc::EPOLL_CTL_MOD || gone);
                 let before = before.filter(|(_, before, _)| *before == data);
                 let asked = carrier.asked(events, before.map(|(asked, ..)| asked));
-                if before.is_none_or(|(before, ..)| before != asked) {
+                // The kernel refuses to change a member to EPOLLEXCLUSIVE.
+                let is_exclusive = asked & libc::EPOLLEXCLUSIVE as u32 != 0;
+                if before.is_none_or(|(before, ..)| before != asked || is_exclusive && !gone) {
                     let op = if gone { libc::EPOLL_CTL_MOD } else { op };
                     kernel(inner.epfd, op, fd, asked, data)?;
                 }

@@ -450,7 +450,11 @@ impl Sock {
                 LIVE.fetch_sub(1, Ordering::Relaxed);
             }
             *lock(&self.inner) = None;
-            *lock(&self.owner) = None;
+            if let Some(word) = lock(&self.owner).take()
+                && (!self.forked.load(Ordering::Acquire) || self.holders.is_one())
+            {
+                crate::owner::give_back(word);
+            }
             self.holders.leave();
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
@@ -733,11 +737,7 @@ impl Sock {
     // ------------------------------------------------------------------ owner
 
     fn own(&self) {
-        let word = crate::owner::word();
-        if let Some(word) = word {
-            word.store(crate::owner::me(), Ordering::Relaxed);
-        }
-        *lock(&self.owner) = word;
+        *lock(&self.owner) = crate::owner::word(crate::owner::me());
     }
 
     /// Called before a fork. The first of the two processes that uses the stream becomes its owner. Corked bytes are sent now, because
@@ -757,7 +757,7 @@ impl Sock {
         {
             // While a thread of this process receives from the carrier, this process stays the owner.
             if !self.direct.load(Ordering::SeqCst) {
-                word.store(0, Ordering::Release);
+                word.store(crate::owner::NOBODY, Ordering::Release);
             }
             self.forked.store(true, Ordering::Release);
         }
@@ -797,17 +797,14 @@ impl Sock {
         let Some(word) = *lock(&self.owner) else {
             return false;
         };
-        let me = crate::owner::me();
-        match word.compare_exchange(0, me, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => true,
-            Err(owner) if owner == me => true,
-            Err(owner) => {
-                log::always(&format!(
-                    "stream {fd} is used by another process ({owner}) since a fork; use it in one process, or add a rule with the mode tcp for it"
-                ));
-                false
-            }
+        let owner = crate::owner::claim(word);
+        let is_ours = owner == crate::owner::me();
+        if !is_ours {
+            log::always(&format!(
+                "stream {fd} is used by another process ({owner}) since a fork; use it in one process, or add a rule with the mode tcp for it"
+            ));
         }
+        is_ours
     }
 
     /// Returns whether a lock of the connection stays locked in this process, because a thread of the parent held it at the fork.
@@ -828,7 +825,8 @@ impl Sock {
         self.forked.load(Ordering::Acquire)
             && !self.is_lost()
             && lock(&self.owner)
-                .is_some_and(|w| ![0, crate::owner::me()].contains(&w.load(Ordering::Acquire)))
+                .and_then(crate::owner::owner_of)
+                .is_some_and(|owner| owner != crate::owner::me())
     }
 
     /// Sends corked bytes if this process uses the stream.

@@ -28,6 +28,8 @@ struct Draining {
 struct Work {
     watched: Vec<(c_int, &'static Sock)>,
     draining: Vec<Draining>,
+    /// The descriptors of all closed streams that are drained, also of those that the worker has taken out of `draining` meanwhile.
+    descriptors: Vec<c_int>,
     running: bool,
     /// The worker waits for a longer time, because all bytes are corked.
     is_calm: bool,
@@ -128,6 +130,7 @@ pub fn drain(fd: c_int, stream: Box<Stream>) {
     table::own(fd);
     OPEN.fetch_add(1, Ordering::AcqRel);
     DRAINING.fetch_add(1, Ordering::AcqRel);
+    work.descriptors.push(fd);
     work.draining.push(Draining {
         fd,
         stream,
@@ -159,9 +162,18 @@ fn run() {
                 left != Left::Nothing
             })
             .collect();
-        draining.retain_mut(drain_turn);
+        let ended: Vec<c_int> = draining
+            .extract_if(.., |d| !drain_turn(d))
+            .map(|d| d.fd)
+            .collect();
         guard = lock();
         let Some(work) = guard.as_mut() else { return };
+        // The lock is held until the descriptors are closed, so that the child of a fork closes its copies of exactly those in the list.
+        for fd in ended {
+            work.descriptors.retain(|other| *other != fd);
+            table::close_own(fd);
+            OPEN.fetch_sub(1, Ordering::AcqRel);
+        }
         is_calm &= work.watched.is_empty() && work.draining.is_empty() && draining.is_empty();
         for (fd, sock) in still {
             work.add(fd, sock);
@@ -232,10 +244,6 @@ fn drain_turn(d: &mut Draining) -> bool {
         d.delivered = true;
         DRAINING.fetch_sub(1, Ordering::AcqRel);
     }
-    if over {
-        table::close_own(d.fd);
-        OPEN.fetch_sub(1, Ordering::AcqRel);
-    }
     !over
 }
 
@@ -263,8 +271,8 @@ impl Held {
         DRAINING.store(0, Ordering::Release);
         OPEN.store(0, Ordering::Release);
         if let Some(work) = self.0.take() {
-            for d in work.draining {
-                table::close_own(d.fd);
+            for fd in work.descriptors {
+                table::close_own(fd);
             }
         }
     }

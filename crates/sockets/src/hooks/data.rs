@@ -1,7 +1,7 @@
 //! The hooks that read and write: `read`, `recv`, `send`, `write`, `sendfile` and their variants.
 
 use super::life::set_entry;
-use super::wait::kick;
+use super::wait::{Until, kick};
 use super::{batch, dgram, fail, fail_long, is_nowhere};
 use crate::conn::sock::{self, GONE, Mode, Others, Sock, Wait};
 use crate::conn::table::{self, Entry};
@@ -17,7 +17,6 @@ use libc::{
 };
 use std::io::{IoSlice, IoSliceMut};
 use std::ptr::{null, null_mut};
-use std::time::{Duration, Instant};
 
 /// Returns the stream of `fd` to write to, after deciding an undecided connection. `None`: the call goes to the kernel.
 ///
@@ -827,6 +826,9 @@ pub unsafe extern "C-unwind" fn preadv2(
     flags: c_int,
 ) -> ssize_t {
     match as_message(fd, iov, n, offset, flags) {
+        // The kernel does not ask the socket if the list has no bytes.
+        // SAFETY: upheld by the caller.
+        Ok(Some(_)) if matches!(unsafe { total(iov, n as usize) }, Ok(0)) => 0,
         // SAFETY: upheld by the caller.
         Ok(Some((mut msg, flags))) => unsafe { recvmsg(fd, &raw mut msg, flags) },
         // SAFETY: upheld by the caller.
@@ -864,6 +866,9 @@ pub unsafe extern "C-unwind" fn pwritev2(
     flags: c_int,
 ) -> ssize_t {
     match as_message(fd, iov, n, offset, flags) {
+        // As in `preadv2`.
+        // SAFETY: upheld by the caller.
+        Ok(Some(_)) if matches!(unsafe { total(iov, n as usize) }, Ok(0)) => 0,
         // SAFETY: upheld by the caller.
         Ok(Some((msg, flags))) => unsafe { sendmsg(fd, &raw const msg, flags) },
         // SAFETY: upheld by the caller.
@@ -952,35 +957,42 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         }
         Err(e) => return fail(e),
     }
+    // SAFETY: the program passes a time or null.
+    if !unsafe { Until::accepts(timeout) } {
+        return fail(libc::EINVAL);
+    }
     if is_nowhere(msgs) {
         return fail(libc::EFAULT);
     }
-    let begin = Instant::now();
-    // SAFETY: the program passes a time or null.
-    let limit = unsafe { timeout.as_ref() }.and_then(|t| {
-        let seconds = u64::try_from(t.tv_sec).ok()?;
-        Some(Duration::new(seconds, u32::try_from(t.tv_nsec).ok()?))
-    });
+    // SAFETY: as above.
+    let until = unsafe { Until::spec(timeout) };
     let rest = if flags & libc::MSG_WAITFORONE != 0 {
         libc::MSG_DONTWAIT
     } else {
         0
     };
+    let mut done = 0;
     for i in 0..n as usize {
         let flags = flags & !libc::MSG_WAITFORONE | if i > 0 { rest } else { 0 };
         // SAFETY: upheld by the caller.
         let got = unsafe { recvmsg(fd, &raw mut (*msgs.add(i)).msg_hdr, flags) };
         if got < 0 {
-            return if i > 0 { i as c_int } else { -1 };
+            if i == 0 {
+                return -1;
+            }
+            break;
         }
         // SAFETY: upheld by the caller.
         unsafe { (*msgs.add(i)).msg_len = got as c_uint };
+        done += 1;
         // As in the kernel, the time is compared only when a message has arrived.
-        if got == 0 || limit.is_some_and(|limit| begin.elapsed() >= limit) {
-            return i as c_int + 1;
+        if got == 0 || until.is_over() {
+            break;
         }
     }
-    n as c_int
+    // SAFETY: the program passes a time or null.
+    unsafe { until.give_left(timeout) };
+    done
 }
 
 /// See `write(2)`.

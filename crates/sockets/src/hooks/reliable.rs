@@ -2,6 +2,7 @@
 //! of local sockets. A thread of the library has the other end (see [`crate::conn::reliable`]).
 
 use super::buffers::{Plan, give_back, header, parts, result, scatter, take};
+use super::wait::Until;
 use crate::conn::dgram::Dgram;
 use crate::limits;
 use crate::message::Kind;
@@ -11,7 +12,6 @@ use crate::record::{self, Controls, HEAD, Record};
 use crate::sys;
 use libc::{c_int, c_uint, iovec, mmsghdr, msghdr, timespec};
 use std::mem::MaybeUninit;
-use std::time::{Duration, Instant};
 
 /// Returns the flags for a call on the pair, so that the call blocks if one on the program's socket would.
 fn flags_for(fd: c_int, flags: c_int) -> c_int {
@@ -101,7 +101,7 @@ pub(super) unsafe fn receive(
     Some(result((done, length), flags))
 }
 
-/// Copies the control messages that fit.
+/// Copies the control messages that fit. As in the kernel, the last one needs no room for its padding, and is cut if its data does not fit.
 ///
 /// # Safety
 /// The requirements of `recvmsg` apply.
@@ -115,13 +115,20 @@ unsafe fn give_controls(bytes: &[u8], msg: *mut msghdr) {
         };
         let mut done = 0;
         for c in Controls(bytes) {
-            if c.all.len() > room - done {
+            let left = room - done;
+            let length = size_of::<libc::cmsghdr>() + c.data.len();
+            if length > left {
                 (*msg).msg_flags |= libc::MSG_CTRUNC;
+            }
+            if left < size_of::<libc::cmsghdr>() {
                 break;
             }
+            let copied = length.min(left);
             let to = (*msg).msg_control.cast::<u8>().add(done);
-            std::ptr::copy_nonoverlapping(c.all.as_ptr(), to, c.all.len());
-            done += c.all.len();
+            std::ptr::copy_nonoverlapping(c.all.as_ptr(), to, copied);
+            // The length of the message, which is the first member of its head.
+            to.cast::<usize>().write_unaligned(copied);
+            done += c.all.len().min(left);
         }
         (*msg).msg_controllen = done;
     }
@@ -241,13 +248,12 @@ pub(super) unsafe fn recvmmsg(
     flags: c_int,
     timeout: *mut timespec,
 ) -> c_int {
-    let started = Instant::now();
     // SAFETY: upheld by the caller.
-    let limit = (!timeout.is_null()).then(|| unsafe {
-        let t = *timeout;
-        let nanos = t.tv_nsec.clamp(0, 999_999_999) as u32;
-        Duration::new(t.tv_sec.max(0) as u64, nanos)
-    });
+    if !unsafe { Until::accepts(timeout) } {
+        return super::fail(libc::EINVAL);
+    }
+    // SAFETY: upheld by the caller.
+    let until = unsafe { Until::spec(timeout) };
     let mut done = 0;
     for i in 0..n {
         let more = if i > 0 && flags & libc::MSG_WAITFORONE != 0 {
@@ -272,18 +278,12 @@ pub(super) unsafe fn recvmmsg(
         unsafe { (*msgs.add(i)).msg_len = got as c_uint };
         done += 1;
         // As in the kernel's `recvmmsg`, the time-out is checked only after a datagram.
-        if limit.is_some_and(|limit| started.elapsed() >= limit) {
+        if until.is_over() {
             break;
         }
     }
-    if let Some(limit) = limit {
-        let left = limit.saturating_sub(started.elapsed());
-        // SAFETY: upheld by the caller.
-        unsafe {
-            (*timeout).tv_sec = left.as_secs() as libc::time_t;
-            (*timeout).tv_nsec = libc::c_long::from(left.subsec_nanos() as i32);
-        }
-    }
+    // SAFETY: upheld by the caller.
+    unsafe { until.give_left(timeout) };
     done
 }
 

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// When a wait ends.
 #[derive(Debug, Clone, Copy)]
-struct Until(Option<Instant>);
+pub(super) struct Until(Option<Instant>);
 
 impl Until {
     fn ms(timeout: c_int) -> Self {
@@ -27,7 +27,7 @@ impl Until {
 
     /// # Safety
     /// `t` is null or valid.
-    unsafe fn spec(t: *const timespec) -> Self {
+    pub(super) unsafe fn spec(t: *const timespec) -> Self {
         if t.is_null() {
             return Self(None);
         }
@@ -40,11 +40,11 @@ impl Until {
         Self(Instant::now().checked_add(d))
     }
 
-    /// Returns whether the kernel accepts a time. Calls with other times are passed to the kernel, which returns EINVAL.
+    /// Returns whether the kernel accepts a time. Calls with other times fail with EINVAL.
     ///
     /// # Safety
     /// `t` is null or valid.
-    unsafe fn accepts(t: *const timespec) -> bool {
+    pub(super) unsafe fn accepts(t: *const timespec) -> bool {
         // SAFETY: upheld by the caller.
         unsafe { t.as_ref() }
             .is_none_or(|t| t.tv_sec >= 0 && (0..1_000_000_000).contains(&t.tv_nsec))
@@ -58,7 +58,18 @@ impl Until {
         })
     }
 
-    fn is_over(self) -> bool {
+    /// Stores the time that is left.
+    ///
+    /// # Safety
+    /// `t` is null or valid for writes.
+    pub(super) unsafe fn give_left(self, t: *mut timespec) {
+        // SAFETY: upheld by the caller.
+        if let (Some(left), Some(t)) = (self.left(), unsafe { t.as_mut() }) {
+            *t = left;
+        }
+    }
+
+    pub(super) fn is_over(self) -> bool {
         self.0.is_some_and(|at| at <= Instant::now())
     }
 }
