@@ -1,7 +1,7 @@
 //! The entry point of the fuzzer. It accepts any bytes, and panics if an invariant is violated.
 //!
-//! The first byte selects the target: the bytes of a peer in pieces, messages of a peer of which some are invalid, start-up frames,
-//! the text of rules, or datagrams. Run it by `scripts/fuzz 60 sockets`. A test replays the inputs in `fuzz/corpus/sockets`.
+//! The first byte selects the target: the bytes of a peer in pieces, messages of a peer, some of which are invalid, start-up frames, the
+//! text of rules, or datagrams. Run it by `scripts/fuzz 60 sockets`. A test replays the inputs in `fuzz/corpus/sockets`.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -137,7 +137,7 @@ fn pieces(bytes: &[u8], crc: bool, seed: u32) {
     assert_eq!(whole, parts);
 }
 
-/// Feeds valid messages, of which the input may change any byte.
+/// Feeds messages that are valid unless the input changes a byte of them.
 fn messages(input: &mut Input<'_>, crc: bool) {
     let mut tx = Tx::new(&peer(i32::MAX as u32), crc);
     let mut wire = Vec::new();

@@ -66,7 +66,8 @@ mod tests {
         static VALUE: Inherited<usize> = Inherited::new(|| {
             let call = CALLS.fetch_add(1, Ordering::SeqCst);
             if call == 0 {
-                // As a thread that does not exist any more: the test holds the lock until others have the value.
+                // Like a thread that does not exist in a child, this one makes no progress: the test holds the lock until another
+                // thread has the value.
                 drop(FIRST.lock().unwrap());
             }
             call

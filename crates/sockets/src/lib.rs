@@ -17,8 +17,8 @@
 //! | `conn/reliable.rs`, `record.rs` | the thread that serves these sockets, and what passes between it and the program's calls |
 //! | `peers.rs` | a cache of what is known about the peers of datagrams |
 //! | `conn/show.rs` | the table that `anywarp sockets stat` reads |
-//! | `policy.rs`, `directory.rs` | which connections are upgraded |
-//! | `remote.rs`, `conn/answers.rs` | the same for connections between hosts: queries, and the thread that answers them |
+//! | `policy.rs`, `directory.rs` | which connections are upgraded, and which datagrams become messages |
+//! | `remote.rs`, `conn/answers.rs` | the same between hosts: queries to other hosts, and the thread that answers theirs |
 
 pub mod conn;
 pub mod directory;

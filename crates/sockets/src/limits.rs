@@ -23,7 +23,8 @@ pub const SLABS_KEPT: usize = 64;
 pub const LONG_SLAB: usize = 256 * 1024;
 /// The most such buffers that are kept: two megabytes.
 pub const LONG_SLABS_KEPT: usize = 8;
-/// Bytes that a wait receives for a stream when the pool is used up: enough for a head, so that the program learns of the message.
+/// Bytes that a wait receives for a stream when the streams of the process keep as many bytes as `set pool` permits: enough for a head, so
+/// that the program learns of the message.
 pub const POOL_EMPTY: usize = 64;
 /// Milliseconds after which a program that closes a stream or ends no longer waits for the peer's MPA Reply. This is less than
 /// [`EXIT_STREAMS`].
@@ -67,8 +68,8 @@ pub const SPIN_GOOD: u8 = 4;
 pub const SPIN_SKIPS: u32 = 16;
 /// The number of polled waits that are judged together.
 pub const SPIN_SERIES: u32 = 64;
-/// A failure does not count if the mean duration of the waits since the first try is less than that of the suitable waits before the
-/// first try, divided by this number.
+/// A failure resets the number of failures in succession if the mean duration of the waits since the first try is less than that of the
+/// suitable waits before the first try, divided by this number.
 pub const SPIN_WORTH: u32 = 4;
 /// Milliseconds of the period at whose end a thread measures its waits again after a failure. Each failure in succession quadruples it.
 pub const SPIN_PERIOD: u64 = 4;
@@ -84,10 +85,11 @@ pub const REPLY_WAIT: i32 = 10;
 pub const CORKED: usize = 4096;
 /// Milliseconds after which corked payload is sent, as the kernel does (tcp(7), `TCP_CORK`).
 pub const CORK: u64 = 200;
-/// Milliseconds after the last corked payload during which the worker looks at the stream now and then. A program that corks each of
-/// its answers then does not wake the worker for each.
+/// Milliseconds for which the worker still checks a stream now and then after [`CORK`] has expired for the last corked payload. A program
+/// that corks each of its answers then does not wake the worker for each.
 pub const CORK_KEPT: u64 = 1000;
-/// Milliseconds between two such looks.
+/// Milliseconds between two checks of the worker while it has only streams with corked payload, or streams that it checks because of
+/// [`CORK_KEPT`].
 pub const CORK_TICK: u64 = 50;
 /// Milliseconds between two passes of the worker over the streams with unsent bytes.
 pub const WORKER_TICK: i32 = 2;
@@ -95,10 +97,11 @@ pub const WORKER_TICK: i32 = 2;
 pub const WORKER_TRIES: u32 = 100;
 /// Milliseconds after which a closed stream is abandoned, even if bytes are unsent or the peer has not closed it.
 pub const DRAIN: u64 = 5000;
-/// The most messages in succession while no payload moves in either direction. A peer sends one for each half of its window that it has read
-/// and one each time this end asks for it, so a few are on the way.
+/// The most messages in succession while no payload moves in either direction. A correct peer sends a Limit message for each half of its
+/// window that it has read, and announces bytes in shared memory each time this end asks for that, so only a few messages without payload
+/// follow each other.
 pub const IDLE_MESSAGES: u32 = 1000;
-/// Milliseconds after which a writer that does not see the peer read checks whether the connection still exists.
+/// Milliseconds for which the peer may leave bytes in the shared memory unread until a writer checks whether the connection still exists.
 pub const UNREAD: u64 = 4;
 /// The most closed streams that are drained at the same time, since each holds a descriptor. Further ones are closed at once.
 pub const DRAINS: usize = 1024;
@@ -108,7 +111,7 @@ pub const EXIT_TICK: i32 = 1;
 pub const EXIT_CHECK: i32 = 100;
 /// Milliseconds that an exiting process waits for the peers to acknowledge its reliable datagrams. Whether a peer still exists is not known.
 pub const EXIT_WAIT: i32 = 1000;
-/// Milliseconds that an exiting process waits for all its streams together, as long as for those that it has closed. It waits for peers whose
+/// Milliseconds that an exiting process waits for all its streams together: as long as a closed stream is drained. It waits for peers whose
 /// receive buffers are full: with kernel TCP such a peer would get all bytes.
 pub const EXIT_STREAMS: u64 = DRAIN;
 /// The number of retransmissions, or of probes of the window, without an answer after which an exiting process does not wait for a peer any
@@ -133,7 +136,8 @@ pub const DEAF_TICK: i32 = 1;
 
 /// Bytes that are peeked at to find a Request: the length of the longest start-up frame.
 pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
-/// Size in bytes of the memory in which forked processes record the owner of each stream: one word for a stream.
+/// Size in bytes of the memory in which forked processes record the owner of each stream, and of that in which they count the processes that
+/// have it: one word for a stream in each.
 pub const OWNERS: usize = 256 * 1024;
 /// The number of words that are tried to find a free one for a new stream.
 pub const OWNER_TRIES: u32 = 1000;
@@ -145,19 +149,21 @@ pub const FORK_WAIT: u64 = 100;
 /// The longest wait, in milliseconds, for the peer to return to plain TCP when a stream is passed to another
 /// program. A peer that is blocked in a call on the stream answers much sooner.
 pub const HAND_OVER: u64 = 100;
-/// The size of the cache of datagram peers. A new entry replaces an old one, whose peer is looked up again when it is used.
+/// The number of entries in the cache of datagram peers. A new entry replaces an old one at the same place, and the peer of the old entry is
+/// looked up again at the next datagram to it.
 pub const PEERS: usize = 16 * 1024;
 /// Milliseconds for which the result of a query is cached: whether the UDP socket at an address accepts
 /// messages. If a program without the library then binds the port, it may receive messages until the entry
 /// expires. A query takes some ten microseconds.
 pub const KNOWN: u64 = 250;
 /// The number of received messages after which the queries in the backlog of the socket's name (see
-/// `directory.rs`) are accepted and closed. Each peer queries once before its first message.
+/// `directory.rs`) are accepted and closed. Each peer queries before its first message, and again when the cached result has expired
+/// ([`KNOWN`]).
 pub const ASKED: u32 = 64;
 /// Payloads of a message up to this many bytes are copied next to their headers: a copy costs less than a buffer list for the
 /// kernel, and the checksum of one piece costs less than that of several.
 pub const JOINED: usize = 4096;
-/// The most iovec entries that the kernel accepts for one datagram (`UIO_MAXIOV`).
+/// The most iovec entries that the kernel accepts in one call (`UIO_MAXIOV`).
 pub const BUFFERS: usize = 1024;
 /// The most buffers for which the iovec list of a message is built on the stack, so that sending allocates no
 /// memory.
@@ -175,8 +181,8 @@ pub const NAMES_PART: usize = 8;
 /// The number of reliable datagrams that a socket can receive before the program reads. Further packets wait in the queue pair, and
 /// their acknowledgements report this to the senders.
 pub const RECEIVES: usize = 64;
-/// The most reliable datagrams of a socket that are sent and not yet delivered. When this number is reached, the program's calls wait, or
-/// fail with EAGAIN.
+/// The most reliable datagrams of a socket that are sent and not yet delivered. When this number is reached, the thread for reliable
+/// datagrams takes no more of them from the socket pair ([`PAIR`]). When the pair is full too, the program's calls wait, or fail with EAGAIN.
 pub const SENDS: usize = 1024;
 /// The most payload bytes of the datagrams that [`SENDS`] limits: about what a path of 1 Gbit/s and 30 ms holds.
 pub const SEND_BYTES: usize = 4 << 20;
@@ -192,7 +198,9 @@ pub const RECORD: usize = 66 * 1024;
 pub const BACKLOG: usize = 1 << 20;
 /// The number of datagrams that are received for one socket before other sockets are served.
 pub const TURN: usize = 256;
-/// Milliseconds that closing a UDP socket waits until the thread for reliable datagrams has released it.
+/// The longest time, in milliseconds, that a call of the program waits for the thread for reliable datagrams: `close`, and `bind` to a port
+/// in use, until the thread has released the UDP socket; the first call on a socket with a received datagram, until the thread has
+/// delivered it.
 pub const RELEASE: u64 = 20;
 /// Milliseconds for which the MTU of a path is cached.
 pub const PATH: u64 = 1000;
@@ -204,13 +212,13 @@ pub const REMOTE: u64 = 60;
 pub const REMOTES: usize = 4096;
 /// The most queries of other hosts that a process looks up in a second. Each may read the kernel's list of sockets.
 pub const LOOKUPS: u32 = 200;
-/// Bytes of the kernel's queue between the program and the thread for reliable datagrams, in each direction.
+/// The size in bytes that is requested for the kernel's queue between the program and the thread for reliable datagrams, in each direction.
 pub const PAIR: i32 = 1 << 20;
 /// A datagram that fails within this time after it was sent is sent once more, because its peer has restarted. One that fails
 /// later has failed because the peer does not answer, which takes five seconds to detect.
 pub const RESTART: Duration = Duration::from_secs(3);
 /// The largest number of UDP sockets with reliable datagrams is the number of descriptors that the process may open, divided by this. Each
-/// of them uses up to five descriptors.
+/// of them uses up to five descriptors in addition to the program's own.
 pub const RELIABLE_PART: usize = 8;
 /// The size in bytes of the ring in shared memory that carries one direction of a stream between two processes of one host. It is as
 /// large as the largest window by default.

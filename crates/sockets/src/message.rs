@@ -35,7 +35,7 @@ pub enum Kind {
 }
 
 /// Writes the header of a message of `length` payload bytes, and returns the length of the header. `epoch`: the number of the
-/// sending socket, not 0. `id`: the number of the message.
+/// sending socket. The number 0 is not valid in a header and is sent as 1. `id`: the number of the message.
 pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]) -> usize {
     let shim = Shim {
         epoch: epoch.max(1),
@@ -185,8 +185,8 @@ mod tests {
                     let mut wrong = right.clone();
                     wrong[at] ^= 1 << bit;
                     assert_eq!(open(&wrong), None, "byte {at} bit {bit}");
-                    // With a recomputed CRC the changed datagram is a message only if the bit is in the source number, the
-                    // message number, a header field that is not checked, or the payload.
+                    // With a recomputed CRC the changed datagram is a message only if the bit is in the number of the sending
+                    // socket, the message number of a Write-Record, a header field that is not checked, or the payload.
                     wrong.truncate(right.len() - TAIL);
                     dgram::seal(&mut wrong);
                     let payload = right.len() - TAIL - 5..;

@@ -90,8 +90,9 @@ pub fn claim(word: &AtomicU32) -> u32 {
 
 static COUNTS: Inherited<Option<&'static [AtomicU32]>> = Inherited::new(map);
 
-/// The place of the number of processes that have a stream. There is none before the stream is inherited, nor after [`limits::OWNERS`] bytes
-/// were used for such numbers: they are not used for other streams, because a number that is too low would end a stream in use.
+/// The index of the word that counts the processes that have a stream, or 0 if there is none. A stream gets a word at its first fork. The
+/// word is not used for another stream later, because a process would end a stream in use if its count were too low. So no stream gets a
+/// word after [`limits::OWNERS`] bytes were used.
 #[derive(Debug, Default)]
 pub struct Holders(AtomicU32);
 

@@ -95,7 +95,7 @@ impl Queue {
         self.inline = inline;
     }
 
-    /// Appends an urgent byte. An earlier one becomes an ordinary byte, unless it is the next one.
+    /// Appends an urgent byte. An earlier one becomes an ordinary byte. If it is the next byte, it is lost, unless `SO_OOBINLINE` is set.
     pub fn push_urgent(&mut self, byte: u8, verified: bool) {
         self.skip_urgent();
         self.push(&[byte], verified);

@@ -280,7 +280,8 @@ impl Reliable {
         }
     }
 
-    /// Adds packets to send. The caller reports each, in this order, by [`Self::written`] or [`Self::refused`].
+    /// Appends the packets to send to the list `out`. The caller reports each of them, in this order, by [`Self::written`] or
+    /// [`Self::refused`].
     pub fn packets(&mut self, out: &mut Vec<TxDatagram>) {
         if self.qp.wants_tx() {
             self.qp.poll_tx(out);

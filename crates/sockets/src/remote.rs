@@ -1,6 +1,6 @@
 //! Queries to other hosts: whether the socket at an address accepts RDMA.
 //!
-//! A query goes to the UDP port of the directory at the other host, where any process with the library answers (see
+//! A query goes to the UDP port of the directory at the other host. One of the processes there that use the library answers (see
 //! `conn/answers.rs`). Only hosts in the networks of this machine are asked, and the answer, or its absence, is cached for a minute.
 
 use crate::limits;
@@ -51,7 +51,8 @@ pub fn ask(protocol: Protocol, addr: SocketAddr) -> bool {
     answer
 }
 
-/// Called when the peer of a connection does not speak the protocol: it is not asked again for a minute.
+/// Called when the peer of a connection does not speak the protocol. If the answer for its address is cached, [`ask`] returns false for the
+/// address for a minute.
 pub fn distrust(fd: c_int) {
     let Some(peer) = sys::name_of(fd, libc::getpeername) else {
         return;

@@ -74,7 +74,8 @@ impl Private {
         b
     }
 
-    /// Parses private data. Returns `None` if it is of another protocol or of an unknown version.
+    /// Parses private data. Returns `None` if it is of another protocol or of an unknown version, or if its window or its longest payload
+    /// is 0.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let (magic, rest) = bytes.split_first_chunk::<4>()?;
         let (kind, rest) = rest.split_first_chunk::<4>()?;
@@ -291,7 +292,7 @@ impl Tx {
         }
     }
 
-    /// Records that `n` bytes were put into the memory.
+    /// Records that `n` payload bytes were put into the shared memory.
     pub fn put(&mut self, n: usize) {
         self.has_sent |= n > 0;
         self.sent = self.sent.wrapping_add(n as u32);
@@ -410,7 +411,7 @@ pub struct Rx {
     /// The length of the payload, and the number of its bytes that are missing.
     payload: usize,
     left: usize,
-    /// The length of the last payload.
+    /// The length of the last payload, or 0 after a Memory message.
     last: usize,
     tail: [u8; TAIL],
     tail_len: usize,
@@ -689,7 +690,7 @@ impl Rx {
         }
     }
 
-    /// Counts bytes in the memory that the peer has not announced.
+    /// Counts `n` bytes that were found in the shared memory before the peer announced them.
     ///
     /// # Errors
     /// There are more than the peer may send.

@@ -6,9 +6,10 @@
 //! when the peer permits more bytes (*credit*). Such streams are in a list, which is checked first.
 //!
 //! Programs change the events that they wait for several times for each request: redis-benchmark calls `epoll_ctl` five
-//! times. Here such a call becomes a system call only if the kernel has to report more events than before. The kernel's set
-//! may contain more events than the program waits for, until one of them is reported. So a stream that the program has
-//! removed stays in the kernel's set until the kernel reports an event of the stream, the program closes it, or the process forks.
+//! times. The library makes a system call for such a call only if the kernel has to report more events than before. So the kernel's set
+//! may contain events that the program does not wait for any more. They are removed from it when the kernel reports one of them. In the
+//! same way, a stream that the program has removed stays in the kernel's set until the kernel reports an event of the stream, the program
+//! closes it, or the process forks.
 //!
 //! After a fork, both processes share the kernel's set, but not the list. The entries of the kernel's set are the parent's: the child
 //! changes one without a call of the program only if the child has used the stream, because then the parent cannot use it any more.
@@ -36,8 +37,8 @@ const ERR: u32 = libc::EPOLLERR as u32;
 const HUP: u32 = libc::EPOLLHUP as u32;
 const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
-/// With one of these flags each call must become a system call, because the time of the call determines which events the kernel
-/// reports.
+/// With one of these flags the kernel's set contains exactly the events that are needed, and a stream that the program removes is removed
+/// from it at once, because the time of a change determines which events the kernel reports.
 const EXACT: u32 = ET | ONESHOT | libc::EPOLLEXCLUSIVE as u32;
 /// The epoll data of a set's bell (see `bell`).
 const BELL: u64 = 0x616e_7977_6172_7021;

@@ -86,7 +86,8 @@ pub fn forked() {
     }
 }
 
-/// Called when the program puts another descriptor on the number of the table's descriptor.
+/// Called when the program puts a descriptor of its own at the number `fd`. If that is the number of the table's descriptor, the library
+/// does not close it later.
 pub fn lost(fd: c_int) {
     let _ = FD.compare_exchange(fd, -1, Ordering::AcqRel, Ordering::Relaxed);
 }

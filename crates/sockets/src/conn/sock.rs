@@ -41,7 +41,8 @@ pub enum Mode {
     Up = 3,
 }
 
-/// The number of connections that are not plain. While it is 0, the waiting calls go to the kernel unchanged.
+/// The number of connections that are not plain. While it is 0, and no UDP socket has reliable datagrams, `poll`, `select` and their
+/// variants go to the kernel unchanged.
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 /// The number of undecided connections.
 pub static UNDECIDED: AtomicUsize = AtomicUsize::new(0);
@@ -56,11 +57,12 @@ pub struct Sock {
     numbers: AtomicI32,
     inner: Mutex<Option<Box<Stream>>>,
     /// The number of threads that sleep, or are about to sleep, until the carrier has bytes. [`Self::asleep`] counts them: [`Self::read`]
-    /// calls it with `inner` locked if it has found nothing to read, other callers before they check the stream. While the number is not
-    /// 0, no thread begins to receive from the carrier: it could take the bytes for which a counted thread is about to sleep.
+    /// calls it with `inner` locked if it has found nothing to read, other callers before they check the stream. While the number is
+    /// greater than `watching`, no thread begins to receive from the carrier: it could take the bytes for which a counted thread is about
+    /// to sleep, and that thread would not be woken.
     sleepers: AtomicI32,
     /// The number of threads that are counted in `sleepers` and have an eventfd in `watchers`. Another thread may receive from the carrier
-    /// while they sleep, because it writes to these eventfds. Increased with `inner` locked; decreased before `sleepers`.
+    /// while they sleep, because it writes to these eventfds. The number is increased with `inner` locked, and decreased before `sleepers`.
     watching: AtomicI32,
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
@@ -70,8 +72,8 @@ pub struct Sock {
     /// The number of writers that sleep.
     waiting_writers: AtomicU32,
     /// The eventfds of two kinds of threads. Followers (see `followers`) wait for a change of `turn`. The others poll the connection, or
-    /// sleep in a call that reads, while yet another thread receives (see `direct`) or sleeps in such a call: the kernel does not tell
-    /// them of bytes that this thread has taken.
+    /// sleep in a call that reads, while another thread receives (see `direct`) or sleeps in such a call too: the kernel does not wake
+    /// them for bytes that the other thread has taken.
     watchers: Mutex<Vec<c_int>>,
     /// `watchers` may have elements. This field changes with `inner` locked.
     watched: AtomicBool,
@@ -198,7 +200,7 @@ impl Drop for Receiver {
 #[derive(Debug)]
 pub struct WaitingWriter {
     sock: &'static Sock,
-    /// The writer is a follower, and this is its eventfd, if it has one.
+    /// `Some`: the writer is a follower, and the value is its eventfd, if it has one.
     follows: Option<Option<c_int>>,
 }
 
@@ -283,7 +285,7 @@ fn turn_back(fd: c_int) {
         && take(fd, bytes.get_mut(..length))
     {
         if n > length {
-            // The peer has ended, and has sent messages behind the Request, which only a stream can read.
+            // The peer has sent early messages (see `wire.rs`) behind the Request. Only a stream can read them, so the connection is reset.
             sys::disconnect(fd);
         }
         // If this fails the connection is broken, and the next call on it, if there is one, gets the error.
@@ -402,7 +404,8 @@ impl Sock {
         self.leave(fd, why, is_new);
     }
 
-    /// Makes a connection plain whose Request has not been sent. No thread sends it meanwhile, because the stream is locked: `inner`.
+    /// Makes a connection plain whose Request has not been sent. No other thread sends the Request meanwhile, because the caller passes
+    /// the lock of the stream (`inner`).
     fn send_no_request(
         &'static self,
         inner: MutexGuard<'_, Option<Box<Stream>>>,
@@ -458,7 +461,8 @@ impl Sock {
             self.holders.leave();
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
-            // Before a woken thread can make this object available, and close its eventfd.
+            // The threads are woken before `parked` is set, because the last of them then makes this object available for another
+            // connection and closes the leader's eventfd.
             self.wake(News {
                 readable: true,
                 writable: true,
@@ -579,8 +583,8 @@ impl Sock {
         log::line(&format!("stream {fd}: accepted"));
     }
 
-    /// Called when an undecided connection has failed. The call that found this has consumed the kernel's error, which a broken stream
-    /// returns to the program. `inner`: the lock of the stream.
+    /// Called when an undecided connection has failed. The call that found this has consumed the kernel's error, so the connection becomes
+    /// a broken stream, which returns the error to the program. `inner`: the lock of the stream.
     fn failed(&self, mut inner: MutexGuard<'_, Option<Box<Stream>>>, error: c_int) {
         *inner = Some(Stream::failed(error));
         self.own();
@@ -943,7 +947,7 @@ impl Sock {
             let failed = match got {
                 Got::Failed(errno) => errno,
                 Got::Nothing | Got::Bytes | Got::Whole => 0,
-                // The receiver must not end while the stream is locked.
+                // `received` is dropped when this function returns, and must not be dropped while the stream is locked.
                 Got::Closed => {
                     drop(inner);
                     return (Err(libc::EBADF), false);
@@ -1123,7 +1127,7 @@ impl Sock {
             // The list does not contain the connection: `wake_this_thread` has uncounted this thread already.
             Ok(Some(None)) => {}
             Ok(Some(Some(watches))) => self.uncount(watches),
-            // The thread has no list any more.
+            // The list cannot be used: it is borrowed, or was destroyed at the end of the thread.
             Ok(None) | Err(_) => self.uncount(false),
         }
     }
@@ -1281,8 +1285,9 @@ impl Sock {
         }
     }
 
-    /// Waits until `turn` has changed; [`Self::write`] has counted the caller as a follower. `kick` returns the eventfd of this thread. The
-    /// wait is bounded, because a leader that is cancelled while it sleeps does not wake followers.
+    /// Waits until the field `turn` differs from the argument, which [`Self::write`] has returned when it counted the caller as a follower.
+    /// `kick` returns the eventfd of this thread. The wait is bounded, because a leader that is cancelled while it sleeps does not wake
+    /// followers.
     ///
     /// # Errors
     /// EINTR.
@@ -1371,7 +1376,8 @@ impl Sock {
         }
     }
 
-    /// Also returns what has changed for other threads and sets.
+    /// Like [`Self::process`], but wakes no other threads. Also returns the events to request from the carrier, and what has changed for
+    /// other threads and sets.
     fn process_with(
         &self,
         fd: c_int,

@@ -56,8 +56,9 @@ fn reader(fd: c_int, flags: c_int) -> Result<Option<&'static Sock>, c_int> {
     wait_first(fd, sock, flags)
 }
 
-/// Waits for the first byte of an accepted connection as the kernel's call would, then decides whether to upgrade the connection. The
-/// result is the call's own, because the kernel's call could return a Request that arrives in between.
+/// Waits for the first byte of an accepted connection as the kernel's call would, then decides whether to upgrade the connection. If the
+/// wait fails, the program's call fails with the same errno. It is not passed to the kernel, which could return the bytes of a Request
+/// that arrives in between.
 #[cold]
 fn wait_first(
     fd: c_int,
@@ -78,7 +79,7 @@ fn wait_first(
 }
 
 /// Waits until TCP has connected as the kernel's call would, then decides. The kernel's call could send bytes before the Request. `option`:
-/// the time-out of the call.
+/// the name of the socket option with the time-out of the call.
 #[cold]
 fn wait_connected(
     fd: c_int,
@@ -266,7 +267,8 @@ fn transmit_all(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags
     let mut rest = parts;
     let total: usize = rest.iter().map(|p| p.len()).sum();
     let mut done = 0;
-    // Only `cannot_write` raises SIGPIPE, because the kernel does not know which of its writes belong to one of the program.
+    // Only `cannot_write` raises SIGPIPE, and only if nothing was written. The kernel would raise it too if a later part of the program's
+    // write fails.
     let kernel = flags & (libc::MSG_MORE | libc::MSG_OOB) | libc::MSG_NOSIGNAL;
     // `is_nonblocking` is a system call, so it is not called for a write that neither has to wait nor starts the stream.
     let may_wait = waits;
@@ -466,7 +468,7 @@ fn checked(buf: *const c_void, len: size_t) -> Result<usize, Wrong> {
     }
 }
 
-/// Returns the element of a list of buffers.
+/// Returns element `i` of a list of buffers.
 ///
 /// # Safety
 /// The list has this element.
@@ -1096,8 +1098,8 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
     }
 }
 
-/// Handles the connections and UDP sockets whose descriptors `msg` passes to another process (`SCM_RIGHTS`): makes them plain. Listeners
-/// lose their names.
+/// Handles the descriptors that `msg` passes to another process (`SCM_RIGHTS`). Connections and UDP sockets become plain. Listeners lose
+/// their names in the directory.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.

@@ -134,9 +134,12 @@ unsafe fn give_controls(bytes: &[u8], msg: *mut msghdr) {
     }
 }
 
-/// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message: it has control messages that the queue
-/// pair cannot pass on, or a link-local destination, which is valid only with the number of an interface; or the socket has no pair,
-/// or there is no memory for the buffer list, or the kernel does not accept one more buffer.
+/// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message, for one of these reasons:
+///
+/// - It has control messages that the queue pair cannot pass on.
+/// - Its destination is a link-local address, which is valid only with the number of an interface.
+/// - It has as many buffers as the kernel accepts, and the record needs one more.
+/// - The socket has no pair, or there is no memory for the buffer list.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.
@@ -158,7 +161,7 @@ pub(super) unsafe fn transmit(
     {
         return None;
     }
-    // With the head, the longest list would be longer than the kernel accepts.
+    // The head of the record is one more buffer.
     if parts.len() >= limits::BUFFERS {
         return None;
     }

@@ -1,5 +1,6 @@
 //! The hooks of the C library's streams: `fdopen`, `dprintf` and their variants. The C library's own functions make system calls
-//! directly, which on an upgraded connection would read and write messages of the protocol in place of the program's data.
+//! directly. On an upgraded connection these would read messages of the protocol in place of the program's data, and write data that is in
+//! no message.
 
 use super::cookie;
 use super::life::pin;

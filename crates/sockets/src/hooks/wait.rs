@@ -228,7 +228,8 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
                 ready += 1;
                 continue;
             }
-            // From here on other threads do not receive from the carrier, so no bytes are taken between the check and the wait.
+            // From here on no other thread receives from the carrier without waking this one, so no event is missed between the check and
+            // the wait.
             m.sleep();
             watched = watched.or(m.watched);
             let now = m.sock.process(p.fd, 0, want);
@@ -244,7 +245,7 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // If something is ready, the kernel's call ends before a signal that only `mask` permits.
+        // As in the kernel, a call that finds something ready returns without handling the signals that only `mask` permits.
         let mask = if ready > 0 { std::ptr::null() } else { mask };
         let left = if ready > 0 { Some(zero) } else { until.left() };
         let time = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
@@ -432,7 +433,7 @@ pub unsafe extern "C-unwind" fn __ppoll_chk(
 
 /// Returns whether `fd` is in a set of `select`.
 fn has(set: *const fd_set, fd: c_int) -> bool {
-    // SAFETY: the caller passed null or a set with at least `fd` + 1 bits. Like the C library's macro, this indexes beyond
+    // SAFETY: the caller passed null or a set with at least `fd` + 1 bits. As with the C library's macro, these may be more than
     // FD_SETSIZE.
     !set.is_null() && unsafe { *set.cast::<u8>().add(fd as usize / 8) } & (1 << (fd % 8)) != 0
 }
@@ -694,7 +695,7 @@ fn epoll(
                 continue;
             }
         }
-        // As in `wait_streams`.
+        // As in `wait_streams`, a call that finds something ready handles no signals that only `mask` permits.
         let mask = if listed > 0 { std::ptr::null() } else { mask };
         let mut enter = |ms| {
             let (place, room) = (rest.as_mut_ptr(), rest.len() as c_int);
