@@ -22,6 +22,8 @@ SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all prefer; set window 16K' LD_PRELOAD
     writable both_ways mixed short_writes writes_to reads_ bursts
 echo '== tests/c/sockets.c, upgraded, with a window that grows'
 SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all prefer; set window 16K..256K; set memory off' LD_PRELOAD="$1" "$2" room_behind_unread_data_before
+echo '== tests/c/sockets.c, upgraded by a rule that requires it'
+SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all require' LD_PRELOAD="$1" "$2" spawn_b
 echo '== tests/c/sockets.c, upgraded, payload in shared memory'
 SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all prefer; set memory 1' LD_PRELOAD="$1" "$2""#;
 

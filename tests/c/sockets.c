@@ -8,14 +8,15 @@
  */
 #include "check.h"
 
-#include <dirent.h>
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <netinet/in.h>
 #include <linux/tcp.h> /* newer than netinet/tcp.h */
 #include <limits.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <spawn.h>
+#include <stdatomic.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -1450,6 +1451,14 @@ static void *read_share(void *arg)
 	return NULL;
 }
 
+static void *take_share(void *p)
+{
+	struct share *share = p;
+
+	share->error = take_all(share->fd, share->len);
+	return NULL;
+}
+
 /* Two threads each read half of what the peer writes in one call. */
 static const char *two_readers(size_t half)
 {
@@ -1935,14 +1944,6 @@ static const char *ends_while_used(size_t arg)
 		close(p.b);
 		ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
 	}
-	return NULL;
-}
-
-static void *take_share(void *p)
-{
-	struct share *share = p;
-
-	share->error = take_all(share->fd, share->len);
 	return NULL;
 }
 
@@ -2715,24 +2716,49 @@ static const char *jumps(size_t with_poll)
 	return takes(p.b, "ab");
 }
 
-enum { BY_EXECL, BY_EXECLP, BY_EXECLE, BY_SPAWN, BY_SPAWNP, BY_SPAWN_DUP };
+enum { BY_EXECL, BY_EXECLP, BY_EXECLE, BY_SPAWN, BY_SPAWNP, BY_SPAWN_DUP, BY_SPAWN_DUP_9, BY_SPAWN_DUP_URGENT };
 
-/* An accepted connection is passed to a program without the library. */
+/* Reads an urgent byte, so that it is still in front of the payload that has not arrived yet. */
+static const char *read_urgent(const struct pair *p)
+{
+	char byte = 0;
+
+	ENSURE(send(p->a, "!", 1, MSG_OOB) == 1, "send: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = p->b, .events = POLLPRI }, 1, LONG_MS) == 1, "no urgent byte arrives");
+	ENSURE(recv(p->b, &byte, 1, MSG_OOB) == 1 && byte == '!', "recv: %s", strerror(errno));
+	return NULL;
+}
+
+/* An accepted connection, or a stream in use (BY_SPAWN_DUP_9 and later), is passed to a program without the library. */
 static const char *passed_on(size_t how)
 {
 	char *empty[] = { NULL }, script[64], word[8] = "";
 	char *argv[] = { "sh", "-c", script, NULL };
+	bool is_used = how >= BY_SPAWN_DUP_9;
 	posix_spawn_file_actions_t actions;
+	struct share share = { .len = 4 };
 	struct pair p;
 	int status, e = 0;
+	pthread_t reader;
 	pid_t child = -1;
 
-	TRY(accepted(&p));
-	TRY(text(p.a, "word"));
+	TRY(!is_used ? accepted(&p) : connected(&p));
+	if (how == BY_SPAWN_DUP_URGENT)
+		TRY(read_urgent(&p));
+	share.fd = p.a;
+	/* The peer takes part in the change of a stream into a plain connection. */
+	if (is_used)
+		ENSURE(!pthread_create(&reader, NULL, take_share, &share), "pthread_create");
+	else
+		TRY(text(p.a, "word"));
 	snprintf(script, sizeof script, "head -c 4 <&%d >&%d", p.b, p.b);
 	ENSURE(!posix_spawn_file_actions_init(&actions), "posix_spawn_file_actions_init");
-	if (how == BY_SPAWN_DUP) {
-		snprintf(script, sizeof script, "head -c 4");
+	if (how == BY_SPAWN_DUP_9) {
+		snprintf(script, sizeof script, "printf word >&9");
+		e = posix_spawn_file_actions_adddup2(&actions, p.b, 9);
+		ENSURE(!e, "posix_spawn_file_actions_adddup2: %s", strerror(e));
+	} else if (how == BY_SPAWN_DUP || how == BY_SPAWN_DUP_URGENT) {
+		snprintf(script, sizeof script, is_used ? "printf word" : "head -c 4");
 		e = posix_spawn_file_actions_adddup2(&actions, p.b, 0);
 		e = e ? e : posix_spawn_file_actions_adddup2(&actions, p.b, 1);
 		ENSURE(!e, "posix_spawn_file_actions_adddup2: %s", strerror(e));
@@ -2761,9 +2787,16 @@ static const char *passed_on(size_t how)
 	ENSURE(!e, "posix_spawn: %s", strerror(e));
 	posix_spawn_file_actions_destroy(&actions);
 	close(p.b);
-	TRY(takes(p.a, "word"));
+	if (is_used) {
+		pthread_join(reader, NULL);
+		ENSURE(!share.error, "%s", share.error);
+	} else {
+		TRY(takes(p.a, "word"));
+	}
 	ENSURE(waitpid(child, &status, 0) == child && !status, "the program fails: status %#x", status);
-	ENSURE(read(p.a, word, 1) == 0, "the end does not follow: %s", strerror(errno));
+	/* The kernel resets a connection that is closed with an urgent byte in its receive queue, also if MSG_OOB has read it. */
+	if (how != BY_SPAWN_DUP_URGENT)
+		ENSURE(read(p.a, word, 1) == 0, "the end does not follow: %s", strerror(errno));
 	return NULL;
 }
 
@@ -2783,6 +2816,67 @@ static const char *spawn_beside_stream(size_t arg)
 	ENSURE(waitpid(child, &status, 0) == child && !status, "the program fails: status %#x", status);
 	ENSURE(fcntl(p.b, F_GETFD) == 0, "the descriptor has become one that is closed on exec");
 	return greet(&p);
+}
+
+/* A process starts another program after it has accepted a connection that it has not used yet. */
+static const char *spawn_before_first_use(size_t arg)
+{
+	char *argv[] = { "true", NULL };
+	struct pair p;
+	int status, e;
+	pid_t child;
+
+	(void)arg;
+	TRY(accepted(&p));
+	ENSURE(!fcntl(p.b, F_SETFD, 0), "F_SETFD: %s", strerror(errno));
+	e = posix_spawn(&child, "/bin/true", NULL, NULL, argv, environ);
+	ENSURE(!e, "posix_spawn: %s", strerror(e));
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the program fails: status %#x", status);
+	return greet(&p);
+}
+
+/* Starts programs one after the other. */
+static void *spawn_programs(void *ends)
+{
+	char *argv[] = { "true", NULL };
+	pid_t child;
+
+	while (!atomic_load((atomic_bool *)ends))
+		if (!posix_spawn(&child, "/bin/true", NULL, NULL, argv, environ))
+			waitpid(child, NULL, 0);
+	return NULL;
+}
+
+/* A thread closes a stream and opens a file while another thread starts programs. The file stays closed on exec. */
+static const char *closed_during_spawn(size_t arg)
+{
+	uint64_t until = now_ms() + 500;
+	static atomic_bool ends;
+	const char *error = NULL;
+	pthread_t thread;
+
+	(void)arg;
+	ENSURE(!pthread_create(&thread, NULL, spawn_programs, &ends), "pthread_create");
+	while (!error && now_ms() < until) {
+		struct pair p;
+		int fd;
+
+		error = connected(&p);
+		if (error)
+			break;
+		fcntl(p.b, F_SETFD, 0);
+		usleep(300);
+		close(p.b);
+		fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+		usleep(300);
+		if (fcntl(fd, F_GETFD) != FD_CLOEXEC)
+			error = "a file that was opened with O_CLOEXEC has lost the flag";
+		close(fd);
+		close(p.a);
+	}
+	atomic_store(&ends, true);
+	pthread_join(thread, NULL);
+	return error;
 }
 
 enum { EXITS, CLOSES_FIRST, EXECUTES };
@@ -3581,6 +3675,7 @@ static const char *wrong_addresses(size_t arg)
 	struct iovec null = { NULL, 4 }, top = { (void *)-1, 4 }, long_one = { &null, SIZE_MAX / 2 + 1 }, none = { NULL, 0 };
 	struct msghdr m = { .msg_iov = &null, .msg_iovlen = 1 };
 	static struct iovec many[1025];
+	struct sockaddr_in at;
 	struct epoll_event e;
 	struct pair p;
 	void *hole;
@@ -3637,6 +3732,7 @@ static const char *wrong_addresses(size_t arg)
 			TRY(text(p.a, "data"));
 		ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll: %s", strerror(errno));
 	}
+	FAILS(recvfrom(p.b, &byte, 1, MSG_PEEK, (struct sockaddr *)&at, nowhere), EFAULT);
 #undef FAILS
 	/* The first long write is not copied. */
 	hole = mmap(NULL, 65536, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -4040,6 +4136,103 @@ static const char *sends_no_pipe(size_t arg)
 	return NULL;
 }
 
+/* Waits until a stream has room. Returns the events, or -1. */
+static void *wait_for_room(void *fd)
+{
+	struct pollfd p = { .fd = *(int *)fd, .events = POLLOUT };
+
+	return (void *)(intptr_t)(poll(&p, 1, LONG_MS) == 1 ? p.revents : -1);
+}
+
+/* A thread waits for room while the peer does not read. Another thread receives meanwhile. */
+static const char *reads_beside_waiting_writer(size_t arg)
+{
+	static char block[1 << 16];
+	struct sockaddr_in at;
+	size_t sent = 0;
+	pthread_t writer;
+	int listener;
+	struct pair p;
+	void *events;
+	ssize_t n;
+
+	(void)arg;
+	/* With small buffers the kernel's buffers are full before the peer's credit is used up. */
+	TRY(listens(&listener, &at, SO_RCVBUF, 1));
+	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(p.a >= 0, "socket: %s", strerror(errno));
+	keep_fd(p.a);
+	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDBUF, &(int){ 1 }, sizeof(int)), "SO_SNDBUF: %s", strerror(errno));
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p.b);
+	TRY(greet(&p));
+	TRY(nonblocking(p.a));
+	while ((n = write(p.a, block, sizeof block)) > 0)
+		sent += (size_t)n;
+	ENSURE(errno == EAGAIN, "write: %s", strerror(errno));
+	ENSURE(!pthread_create(&writer, NULL, wait_for_room, &p.a), "pthread_create");
+	sleep_ms(50);
+	for (int i = 0; i < 10; i++) {
+		TRY(text(p.b, "ab"));
+		ENSURE(poll(&(struct pollfd){ .fd = p.a, .events = POLLIN }, 1, 1000) == 1, "what the peer sends does not arrive");
+		TRY(takes(p.a, "ab"));
+	}
+	TRY(take_all(p.b, sent));
+	TRY(ends(writer, &events));
+	ENSURE((intptr_t)events == POLLOUT, "poll reports %#x", (int)(intptr_t)events);
+	return NULL;
+}
+
+/* Calls that ask for no bytes or messages do not wait, also on an accepted connection without data. */
+static const char *asks_for_nothing(size_t arg)
+{
+	struct iovec none = { .iov_base = &arg };
+	struct timespec wrong = { .tv_sec = -1 }, limit = { .tv_sec = 100, .tv_nsec = 0 };
+	char byte;
+	struct iovec one = { &byte, 1 };
+	struct mmsghdr message = { .msg_hdr = { .msg_iov = &one, .msg_iovlen = 1 } };
+	struct pair p;
+
+	TRY(accepted(&p));
+	for (int used = 0; used < 2; used++) {
+		ENSURE(read(p.b, &byte, 0) == 0, "read: %s", strerror(errno));
+		ENSURE(readv(p.b, &none, 1) == 0, "readv: %s", strerror(errno));
+		ENSURE(preadv2(p.b, &none, 1, -1, 0) == 0, "preadv2: %s", strerror(errno));
+		ENSURE(pwritev2(p.b, &none, 1, -1, 0) == 0, "pwritev2: %s", strerror(errno));
+		if (!used)
+			TRY(greet(&p));
+	}
+	ENSURE(recvmmsg(p.b, NULL, 0, 0, NULL) == 0, "recvmmsg: %s", strerror(errno));
+	ENSURE(sendmmsg(p.b, NULL, 0, 0) == 0, "sendmmsg: %s", strerror(errno));
+	ENSURE(recvmmsg(p.b, &message, 1, 0, &wrong) < 0 && errno == EINVAL, "a negative time limit: %s", strerror(errno));
+	TRY(text(p.a, "x"));
+	ENSURE(recvmmsg(p.b, &message, 1, 0, &limit) == 1 && byte == 'x', "recvmmsg: %s", strerror(errno));
+	ENSURE(limit.tv_sec == 99, "recvmmsg does not store the time that is left");
+	return NULL;
+}
+
+/* Options that streams do not have are refused on sockets whose connections may become streams. */
+static const char *refused_before_use(size_t arg)
+{
+	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, expected = getenv("SOCKETS_UPGRADED") ? ENOPROTOOPT : 0;
+	struct sockaddr_in at;
+	int listener, e;
+
+	(void)arg;
+	ENSURE(fd >= 0, "socket: %s", strerror(errno));
+	keep_fd(fd);
+	TRY(listens(&listener, &at, 0, 0));
+	e = setsockopt(fd, IPPROTO_TCP, TCP_INQ, &on, sizeof on) ? errno : 0;
+	ENSURE(e == expected, "TCP_INQ: %s", strerror(e));
+	e = setsockopt(listener, IPPROTO_TCP, TCP_INQ, &on, sizeof on) ? errno : 0;
+	ENSURE(e == expected, "TCP_INQ on a listener: %s", strerror(e));
+	e = setsockopt(listener, SOL_SOCKET, SO_PEEK_OFF, &on, sizeof on) ? errno : 0;
+	ENSURE(!expected || e == expected, "SO_PEEK_OFF on a listener: %s", strerror(e));
+	return NULL;
+}
+
 /* SO_PEEK_OFF: each read with MSG_PEEK continues behind the last one. */
 static const char *peeks_on(size_t arg)
 {
@@ -4221,7 +4414,11 @@ static const struct test tests[] = {
 	{ "passed_on_by_spawn", passed_on, BY_SPAWN, 0, false },
 	{ "passed_on_by_spawnp", passed_on, BY_SPAWNP, 0, false },
 	{ "passed_on_by_spawn_dup", passed_on, BY_SPAWN_DUP, 0, false },
+	{ "passed_on_by_spawn_dup_9", passed_on, BY_SPAWN_DUP_9, 0, false },
+	{ "passed_on_after_urgent", passed_on, BY_SPAWN_DUP_URGENT, 0, false },
 	{ "spawn_beside_stream", spawn_beside_stream, 0, 0, false },
+	{ "spawn_before_first_use", spawn_before_first_use, 0, 0, false },
+	{ "closed_during_spawn", closed_during_spawn, 0, 0, false },
 	{ "cancelled_poll", cancelled, 1, 0, false },
 	{ "cancelled_write", cancelled_write, 0, 0, false },
 	{ "child_closes_set", child_closes, CLOSES_SET, 0, false },
@@ -4259,6 +4456,9 @@ static const struct test tests[] = {
 	{ "replaced_unseen", replaced_unseen, 0, 0, false },
 	{ "replaced_unseen_lists", replaced_unseen, 1, 0, false },
 	{ "end_keeps_errno", end_keeps_errno, 0, 0, false },
+	{ "reads_beside_waiting_writer", reads_beside_waiting_writer, 0, 0, false },
+	{ "asks_for_nothing", asks_for_nothing, 0, 0, false },
+	{ "refused_before_use", refused_before_use, 0, 0, false },
 	{ "wrong_addresses", wrong_addresses, 0, 0, false },
 	{ "reset_before_use", reset_before_use, 0, 0, false },
 	{ "reset_before_use_with_data", reset_before_use, WRITES, 0, false },

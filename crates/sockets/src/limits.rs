@@ -230,5 +230,7 @@ pub const MEMORY_PIECE: usize = 64 * 1024;
 pub const MEMORIES: usize = 64;
 /// Milliseconds after which an offer of memory that was not accepted is withdrawn when another one is made.
 pub const OFFER: u64 = 5000;
+/// The most arguments of `execl` and its variants, with the null behind them, for which they use little of the stack.
+pub const ARGUMENTS_FEW: usize = 32;
 /// The most arguments of `execl` and its variants, with the null behind them: 8 KiB on the stack.
 pub const ARGUMENTS: usize = 1024;

@@ -131,6 +131,13 @@ impl Queue {
         }
     }
 
+    /// Removes the urgent byte if it is the next one and `MSG_OOB` has read it.
+    pub fn drop_read_urgent(&mut self) {
+        if self.urgent.as_ref().is_some_and(|urgent| urgent.is_read) {
+            self.skip_urgent();
+        }
+    }
+
     /// Returns how many of the next bytes a read skips.
     fn skipped(&self) -> usize {
         usize::from(self.is_at_urgent() && !self.inline)

@@ -84,7 +84,6 @@ originals! {
     listen(fd: c_int, backlog: c_int) -> c_int;
     shutdown(fd: c_int, how: c_int) -> c_int;
     close(fd: c_int) -> c_int;
-    close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int;
     closefrom(first: c_int) -> ();
     dup(fd: c_int) -> c_int;
     dup2(fd: c_int, to: c_int) -> c_int;

@@ -9,7 +9,7 @@ use crate::conn::sock::{self, LIVE};
 use crate::conn::table::{self, Entry};
 use crate::conn::worker;
 use crate::directory;
-use crate::hooks::life;
+use crate::hooks::{exec, life};
 use crate::limits;
 use crate::owner;
 use crate::sys;
@@ -82,6 +82,7 @@ extern "C" fn end() {
 type Held = (
     worker::Held,
     reliable::Held,
+    exec::Held,
     early::Held,
     directory::Stop,
     (set::Held, sock::Held),
@@ -95,6 +96,7 @@ extern "C" fn before_fork() {
     let held = (
         worker::hold(),
         reliable::hold(),
+        exec::hold(),
         early::hold(),
         directory::stop(),
         (set::hold(), sock::hold()),
@@ -120,11 +122,12 @@ extern "C" fn in_parent() {
 extern "C" fn in_child() {
     let held = HELD.try_with(|place| place.try_borrow_mut().ok().and_then(|mut p| p.take()));
     let mut sets = None;
-    if let Ok(Some((worker, reliable, early, directory, (set, sock)))) = held {
+    if let Ok(Some((worker, reliable, exec, early, directory, (set, sock)))) = held {
         sets = Some(set);
         drop(sock);
         directory.forked();
         drop(early);
+        exec.forked();
         reliable.forked();
         worker.forked();
     }

@@ -1041,6 +1041,7 @@ impl Stream {
     /// message stay in the carrier. Returns false if the stream has unread data or the peer did not answer in time; the stream may be
     /// unusable then.
     pub fn hand_over(&mut self, fd: c_int, until: Instant) -> bool {
+        self.queue.drop_read_urgent();
         if self.broken || self.start.is_some() || self.plain || self.queue.held() > 0 {
             return false;
         }
@@ -1122,7 +1123,7 @@ impl Stream {
             };
             while (self.queue.len() == before || may_follow(self)) && self.pull(fd, None, most) {}
         }
-        if broken && self.closed && !self.fin && !self.plain {
+        if broken && self.closed && !self.fin && !self.plain && !self.broken {
             // The peer has reset the connection after its end. A receive returns only the end.
             let error = sys::option(fd, libc::SOL_SOCKET, libc::SO_ERROR);
             self.fail(error.unwrap_or(0));

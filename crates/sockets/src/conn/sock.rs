@@ -1055,10 +1055,13 @@ impl Sock {
     }
 
     /// Called by a thread that is counted as a sleeper and is about to poll the carrier. If another thread receives from the carrier or
-    /// sleeps too, the eventfd that `kick` returns is written when the stream has changed, and the result is true.
-    pub fn watch(&'static self, kick: impl FnOnce() -> Option<c_int>) -> bool {
+    /// sleeps too, or if this thread does not wait for bytes (`reads` is false), the eventfd that `kick` returns is written when the stream
+    /// has changed, and the result is true.
+    pub fn watch(&'static self, reads: bool, kick: impl FnOnce() -> Option<c_int>) -> bool {
         let _inner = lock(&self.inner);
-        if !self.is_received_elsewhere() && self.sleepers.load(Ordering::SeqCst) <= 1 {
+        let is_alone = !self.is_received_elsewhere() && self.sleepers.load(Ordering::SeqCst) <= 1;
+        // A thread that waits for room may sleep although the carrier has bytes, so other threads must be able to receive them.
+        if is_alone && reads {
             return false;
         }
         let Some(kick) = kick() else { return false };
@@ -1163,8 +1166,7 @@ impl Sock {
 
     /// Wakes the threads that wait for a change like `news`.
     fn wake(&self, news: News) {
-        if news.readable || news.writable {
-            self.wake_followers();
+        if (news.readable || news.writable) && !self.wake_followers() {
             self.ring_watchers();
         }
         if news.writable && self.leads.load(Ordering::SeqCst) {
@@ -1172,14 +1174,16 @@ impl Sock {
         }
     }
 
-    /// Wakes the threads that wait in [`Self::follow`].
-    fn wake_followers(&self) {
-        if self.followers.load(Ordering::SeqCst) > 0 {
+    /// Wakes the threads that wait in [`Self::follow`], and all others that watch. Returns false if none waits there.
+    fn wake_followers(&self) -> bool {
+        let any = self.followers.load(Ordering::SeqCst) > 0;
+        if any {
             self.turn.fetch_add(1, Ordering::SeqCst);
             // A follower that has read `turn` but is not in `watchers` yet holds this lock.
             drop(lock(&self.inner));
             self.ring_watchers();
         }
+        any
     }
 
     /// Returns the eventfd for the leader, and creates it at the first call. The stream must be locked.

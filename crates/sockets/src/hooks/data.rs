@@ -56,6 +56,12 @@ fn reader(fd: c_int, flags: c_int) -> Result<Option<&'static Sock>, c_int> {
     wait_first(fd, sock, flags)
 }
 
+/// Returns whether the descriptor is a connection that is, or may become, a stream. On a connection the kernel's `read` returns 0 at once if
+/// it is asked for no bytes.
+fn is_connection(fd: c_int) -> bool {
+    table::sock(fd).is_some_and(|sock| sock.mode() != Mode::Plain)
+}
+
 /// Waits for the first byte of an accepted connection as the kernel's call would, then decides whether to upgrade the connection. If the
 /// wait fails, the program's call fails with the same errno. It is not passed to the kernel, which could return the bytes of a Request
 /// that arrives in between.
@@ -66,6 +72,10 @@ fn wait_first(
     flags: c_int,
 ) -> Result<Option<&'static Sock>, c_int> {
     while sock.mode() == Mode::Accepted {
+        // In a child that was forked while another thread had locked the connection, it stays undecided.
+        if !sock.is_ours(fd) {
+            return Err(libc::EIO);
+        }
         let mut byte = 0u8;
         let flags = libc::MSG_PEEK | flags & libc::MSG_DONTWAIT;
         // SAFETY: the buffer has one byte.
@@ -614,8 +624,10 @@ unsafe fn transmit_one(
 /// The requirements of `read` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
+    if len == 0 && is_connection(fd) {
+        return 0;
+    }
     match reader(fd, 0) {
-        Ok(Some(_)) if len == 0 => 0,
         Ok(Some(sock)) => {
             // SAFETY: upheld by the caller.
             let n = unsafe { receive_one(fd, sock, buf, len, 0) };
@@ -718,7 +730,10 @@ pub unsafe extern "C-unwind" fn recvfrom(
                 // SAFETY: upheld by the caller.
                 unsafe { receive_one(fd, sock, buf, len, flags) }
             };
-            if n >= 0 && !alen.is_null() && !addr.is_null() {
+            if n >= 0 && !addr.is_null() && is_nowhere(alen) {
+                return fail_long(libc::EFAULT);
+            }
+            if n >= 0 && !addr.is_null() {
                 // TCP returns no address either.
                 // SAFETY: upheld by the caller.
                 unsafe { *alen = 0 };
@@ -762,11 +777,14 @@ pub unsafe extern "C-unwind" fn __recvfrom_chk(
 /// The requirements of `readv` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
+    // SAFETY: upheld by the caller. A negative number is larger than any list.
+    if is_connection(fd) && matches!(unsafe { total(iov, n as usize) }, Ok(0)) {
+        return 0;
+    }
     match reader(fd, 0) {
         Ok(Some(sock)) => {
             // SAFETY: upheld by the caller. A negative number is larger than any list.
             match unsafe { list_mut(iov, n as usize, libc::EINVAL) } {
-                Ok(parts) if parts.iter().all(|part| part.is_empty()) => 0,
                 Ok(mut parts) => {
                     let done = receive(fd, sock, &mut parts, 0);
                     if is_stale(fd, done) {
@@ -963,7 +981,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     if !unsafe { Until::accepts(timeout) } {
         return fail(libc::EINVAL);
     }
-    if is_nowhere(msgs) {
+    if n > 0 && is_nowhere(msgs) {
         return fail(libc::EFAULT);
     }
     // SAFETY: as above.
@@ -1192,7 +1210,7 @@ pub unsafe extern "C-unwind" fn sendmmsg(
                 .unwrap_or_else(|| real::sendmmsg(fd, msgs, n, flags))
         };
     }
-    if is_nowhere(msgs) {
+    if n > 0 && is_nowhere(msgs) {
         return fail(libc::EFAULT);
     }
     for i in 0..n as usize {

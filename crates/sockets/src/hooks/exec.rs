@@ -8,21 +8,42 @@ use crate::limits;
 use crate::log;
 use crate::owner;
 use crate::real;
+use anywarp_core::lock::Mutex;
 use libc::{c_char, c_int, c_void};
+use sockets_base::stat::Why;
 use std::ptr::null;
+use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+
+/// What becomes of the process that starts another program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Starter {
+    /// The program takes its place.
+    Ends,
+    /// It may continue to use its connections.
+    Continues,
+}
 
 /// Makes a connection plain that another program inherits as descriptor `fd`, if that program may use it: an accepted connection that is not
 /// decided yet, or a stream that is standard input, output or error. Returns the flags of the descriptor if it is a stream that the program
 /// must not inherit: other descriptors are mostly inherited by mistake, and this process continues to use them.
-fn pass_on(fd: c_int, sock: &'static Sock) -> Option<c_int> {
+fn pass_on(fd: c_int, sock: &'static Sock, starter: Starter) -> Option<c_int> {
     // SAFETY: no pointer is passed.
     let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
     if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
         return None;
     }
     match sock.mode() {
+        // A connection of a process that continues would be shut down by `require`, and one whose Request has not arrived yet could not be
+        // upgraded.
+        State::Accepted if starter == Starter::Continues => {
+            if sock.is_strict() && fd > libc::STDERR_FILENO {
+                return Some(flags);
+            }
+            sock.refuse(fd, Why::Handed);
+            None
+        }
         State::Accepted => {
             sock.hand_over(fd);
             None
@@ -54,7 +75,7 @@ fn before_exec() {
         if !is_visitor {
             sock.before_exec(fd, patience);
         }
-        if let Some(flags) = pass_on(fd, sock) {
+        if let Some(flags) = pass_on(fd, sock, Starter::Ends) {
             log::line(&format!("stream {fd} is closed by exec"));
             // SAFETY: no pointer is passed.
             unsafe {
@@ -133,7 +154,7 @@ pub unsafe extern "C-unwind" fn fexecve(
 
 /// The arguments of `execl` and its variants, in the memory of the call: the calls can be made in a signal handler and in a child of vfork,
 /// where no memory should be allocated. The last element is null.
-type Arguments = [*const c_char; limits::ARGUMENTS];
+type Arguments = [*const c_char];
 
 /// Copies the arguments up to the null behind them. Returns false if there are too many.
 ///
@@ -155,6 +176,30 @@ unsafe fn collect(into: &mut Arguments, first: *const c_char, list: *mut c_void)
 /// # Safety
 /// The requirements of `execl` apply to `call`, and those of [`collect`].
 unsafe fn with_arguments(
+    first: *const c_char,
+    list: *mut c_void,
+    call: impl FnOnce(*const *const c_char) -> c_int,
+) -> c_int {
+    // SAFETY: upheld by the caller.
+    let begin = unsafe { variadic::place(list) };
+    let mut few = [null(); limits::ARGUMENTS_FEW];
+    // SAFETY: upheld by the caller.
+    if unsafe { collect(&mut few, first, list) } {
+        return call(few.as_ptr());
+    }
+    // SAFETY: upheld by the caller; the place is that of the list.
+    unsafe {
+        variadic::go_to(list, begin);
+        with_many_arguments(first, list, call)
+    }
+}
+
+/// [`with_arguments`] for a longer list. Another function, because its arguments would not fit into the small stack of a signal handler.
+///
+/// # Safety
+/// The requirements of [`with_arguments`] apply.
+#[inline(never)]
+unsafe fn with_many_arguments(
     first: *const c_char,
     list: *mut c_void,
     call: impl FnOnce(*const *const c_char) -> c_int,
@@ -232,8 +277,8 @@ pub unsafe extern "C-unwind" fn execle(path: *const c_char, first: *const c_char
     with_list!(execle_list, 2);
 }
 
-/// See `posix_spawn_file_actions_adddup2(3)`. A connection or UDP socket that becomes standard input, output or error of the new program, or
-/// that is not in use yet, becomes plain, because that program may not have the library.
+/// See `posix_spawn_file_actions_adddup2(3)`. A connection, or a UDP socket that becomes standard input, output or error of the new program,
+/// becomes plain, because that program may not have the library.
 ///
 /// # Safety
 /// The requirements of `posix_spawn_file_actions_adddup2` apply.
@@ -251,9 +296,7 @@ pub unsafe extern "C-unwind" fn posix_spawn_file_actions_adddup2(
                 sock.hand_over(fd);
             }
             Entry::Sock(sock)
-                if is_standard
-                    && sock.mode() == State::Up
-                    && !(sock.is_ours(fd) && sock.hand_over(fd)) =>
+                if sock.mode() == State::Up && !(sock.is_ours(fd) && sock.hand_over(fd)) =>
             {
                 log::always(&format!(
                     "stream {fd} is passed to another program, which cannot use it; add a rule with the mode tcp for it"
@@ -266,28 +309,77 @@ pub unsafe extern "C-unwind" fn posix_spawn_file_actions_adddup2(
     unsafe { real::posix_spawn_file_actions_adddup2(actions, fd, to) }
 }
 
+/// The streams that the programs started by posix_spawn at present must not inherit. Their descriptors are closed by exec meanwhile.
+#[derive(Debug)]
+struct Hidden {
+    /// The number of calls of posix_spawn under way. The last one that returns restores the flags of the descriptors.
+    spawns: u32,
+    /// The descriptors, with their flags.
+    streams: Vec<(c_int, &'static Sock, c_int)>,
+}
+
+static HIDDEN: Mutex<Hidden> = Mutex::new(Hidden {
+    spawns: 0,
+    streams: Vec::new(),
+});
+
+impl Hidden {
+    fn restore(&mut self) {
+        for (fd, sock, flags) in self.streams.drain(..) {
+            // Another thread may have closed the stream meanwhile, and `fd` may be another descriptor.
+            if table::sock(fd).is_some_and(|s| std::ptr::eq(s, sock)) {
+                set_flags(fd, flags);
+            }
+        }
+    }
+}
+
+fn set_flags(fd: c_int, flags: c_int) {
+    // SAFETY: no pointer is passed.
+    unsafe {
+        real::fcntl(fd, libc::F_SETFD, flags as usize);
+    }
+}
+
+/// Locks the list of hidden streams while the process forks.
+pub fn hold() -> Held {
+    Held(HIDDEN.lock())
+}
+
+/// The lock of [`hold`].
+#[derive(Debug)]
+pub struct Held(MutexGuard<'static, Hidden>);
+
+impl Held {
+    /// Called in the child of a fork, which starts no programs yet.
+    pub fn forked(mut self) {
+        self.0.spawns = 0;
+        self.0.restore();
+    }
+}
+
 /// Starts a program by `start`. Its descriptors are handled like those of exec, but this process continues: a stream that the new
 /// program must not have is closed by exec only this time.
 fn spawn(start: impl FnOnce() -> c_int) -> c_int {
     if LIVE.load(Ordering::Relaxed) == 0 || owner::is_visitor() {
         return start();
     }
-    let mut streams = Vec::new();
+    HIDDEN.lock().spawns += 1;
     table::for_each(|fd, entry| {
         let Entry::Sock(sock) = entry else { return };
-        streams.extend(pass_on(fd, sock).map(|flags| (fd, flags)));
-    });
-    let set = |flag| {
-        for (fd, flags) in &streams {
-            // SAFETY: no pointer is passed.
-            unsafe {
-                real::fcntl(*fd, libc::F_SETFD, (*flags | flag) as usize);
-            }
+        if let Some(flags) = pass_on(fd, sock, Starter::Continues) {
+            let mut hidden = HIDDEN.lock();
+            hidden.streams.push((fd, sock, flags));
+            set_flags(fd, flags | libc::FD_CLOEXEC);
         }
-    };
-    set(libc::FD_CLOEXEC);
+    });
     let result = start();
-    set(0);
+    let mut hidden = HIDDEN.lock();
+    // A child that was forked meanwhile has no call under way.
+    hidden.spawns = hidden.spawns.saturating_sub(1);
+    if hidden.spawns == 0 {
+        hidden.restore();
+    }
     result
 }
 

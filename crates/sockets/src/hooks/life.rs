@@ -473,13 +473,26 @@ fn close_parts(
 pub extern "C-unwind" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     // 4 is CLOSE_RANGE_CLOEXEC, which closes nothing before the next exec.
     if flags & 4 != 0 || first > last || owner::is_visitor() {
-        // SAFETY: no pointer is passed.
-        return unsafe { real::close_range(first, last, flags) };
+        return kernel_close_range(first, last, flags);
     }
+    close_parts(first, last, |a, b| kernel_close_range(a, b, flags))
+}
+
+/// The system call. Old C libraries have no function for it.
+fn kernel_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    let number = libc::SYS_close_range;
     // SAFETY: no pointer is passed.
-    close_parts(first, last, |a, b| unsafe {
-        real::close_range(a, b, flags)
-    })
+    unsafe {
+        real::syscall(
+            number,
+            first as usize,
+            last as usize,
+            flags as usize,
+            0,
+            0,
+            0,
+        ) as c_int
+    }
 }
 
 /// See `closefrom(3)`.
@@ -487,8 +500,7 @@ pub extern "C-unwind" fn close_range(first: c_uint, last: c_uint, flags: c_int) 
 pub extern "C-unwind" fn closefrom(first: c_int) {
     let from = first.max(0) as c_uint;
     let is_done = !owner::is_visitor()
-        // SAFETY: no pointer is passed.
-        && close_parts(from, c_uint::MAX, |a, b| unsafe { real::close_range(a, b, 0) }) == 0;
+        && close_parts(from, c_uint::MAX, |a, b| kernel_close_range(a, b, 0)) == 0;
     if !is_done {
         // The kernel has no close_range, or this is a child of vfork, which must not change the parent's table.
         // SAFETY: no pointer is passed.
@@ -818,7 +830,12 @@ pub unsafe extern "C-unwind" fn setsockopt(
             }
             Entry::Sock(sock) if !sock.stay_plain(fd) => return fail(libc::ENOPROTOOPT),
             // Accepted connections would inherit the option.
-            Entry::Listener(_) if name == libc::SO_RCVLOWAT => return fail(libc::ENOPROTOOPT),
+            Entry::Listener(_)
+                if level == libc::SOL_SOCKET
+                    && [libc::SO_RCVLOWAT, libc::SO_PEEK_OFF].contains(&name) =>
+            {
+                return fail(libc::ENOPROTOOPT);
+            }
             _ => {}
         }
     }
@@ -833,11 +850,12 @@ pub unsafe extern "C-unwind" fn setsockopt(
         sock.with(|s| s.set_inline(on));
     }
     // `recvmsg` on a stream returns no control message with the number of unread bytes.
-    if level == libc::IPPROTO_TCP
-        && name == TCP_INQ
-        && let Some(sock) = table::sock(fd)
-        && sock.mode() != State::Plain
-    {
+    let may_be_stream = || match table::get(fd) {
+        Entry::Tcp | Entry::Listener(_) => true,
+        Entry::Sock(sock) => sock.mode() != State::Plain,
+        _ => false,
+    };
+    if level == libc::IPPROTO_TCP && name == TCP_INQ && may_be_stream() {
         return fail(libc::ENOPROTOOPT);
     }
     if let Some(which) = delay(level, name)

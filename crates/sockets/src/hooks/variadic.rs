@@ -1,6 +1,7 @@
 //! Functions with variable arguments. The oldest supported version of Rust cannot define them.
 
 use libc::c_void;
+use std::mem::MaybeUninit;
 
 /// The register of the argument with this index, if the arguments before it are integers or addresses.
 #[cfg(target_arch = "x86_64")]
@@ -106,6 +107,27 @@ macro_rules! with_list {
 }
 
 pub(super) use {register, with_list};
+
+/// The memory of a `va_list`, with at least its size. `with_list` reserves that many bytes for one.
+type Place = MaybeUninit<[u64; 4]>;
+
+/// Returns the place of the next argument of a `va_list`, for [`go_to`].
+///
+/// # Safety
+/// `list` is the address of the `va_list` of [`with_list`].
+pub(super) unsafe fn place(list: *const c_void) -> Place {
+    // SAFETY: upheld by the caller.
+    unsafe { list.cast::<Place>().read() }
+}
+
+/// Goes back to an argument of a `va_list`.
+///
+/// # Safety
+/// `place` is a place of this list.
+pub(super) unsafe fn go_to(list: *mut c_void, place: Place) {
+    // SAFETY: upheld by the caller.
+    unsafe { list.cast::<Place>().write(place) }
+}
 
 /// Returns the next argument, an address, of a `va_list`.
 ///

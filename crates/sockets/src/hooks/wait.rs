@@ -40,11 +40,14 @@ impl Until {
         Self(Instant::now().checked_add(d))
     }
 
-    /// Returns whether the kernel accepts a time. Calls with other times fail with EINVAL.
+    /// Returns whether the kernel accepts a time. Calls with other times fail with EINVAL, or with EFAULT if the address is wrong.
     ///
     /// # Safety
     /// `t` is null or valid.
     pub(super) unsafe fn accepts(t: *const timespec) -> bool {
+        if !t.is_null() && is_nowhere(t) {
+            return false;
+        }
         // SAFETY: upheld by the caller.
         unsafe { t.as_ref() }
             .is_none_or(|t| t.tv_sec >= 0 && (0..1_000_000_000).contains(&t.tv_nsec))
@@ -101,11 +104,13 @@ struct Member {
 }
 
 impl Member {
-    fn sleep(&mut self) {
+    /// Counts this thread as a sleeper that waits for the events `wanted`.
+    fn sleep(&mut self, wanted: i16) {
+        const READS: i16 = libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI;
         self.sock.asleep();
         self.sleeps = true;
         let mut own = None;
-        let is_watched = self.sock.watch(|| {
+        let is_watched = self.sock.watch(wanted & READS != 0, || {
             own = kick();
             own
         });
@@ -230,7 +235,7 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
             }
             // From here on no other thread receives from the carrier without waking this one, so no event is missed between the check and
             // the wait.
-            m.sleep();
+            m.sleep(want);
             watched = watched.or(m.watched);
             let now = m.sock.process(p.fd, 0, want);
             if now & (want | libc::POLLERR | libc::POLLHUP) != 0 {
@@ -533,8 +538,10 @@ pub unsafe extern "C-unwind" fn select(
         Until(Instant::now().checked_add(d))
     };
     // The C library and the kernel refuse only negative times. They accept a `tv_usec` of a million and more.
-    // SAFETY: upheld by the caller.
-    let is_accepted = unsafe { timeout.as_ref() }.is_none_or(|t| t.tv_sec >= 0 && t.tv_usec >= 0);
+    let is_accepted = timeout.is_null()
+        || !is_nowhere(timeout)
+            // SAFETY: upheld by the caller.
+            && unsafe { (*timeout).tv_sec >= 0 && (*timeout).tv_usec >= 0 };
     if !is_accepted {
         // SAFETY: as above.
         return unsafe { real::select(n, r, w, e, timeout) };
@@ -620,7 +627,7 @@ pub unsafe extern "C-unwind" fn epoll_ctl(
             let r = unsafe { real::epoll_ctl(epfd, op, fd, event) };
             if r == 0 {
                 // SAFETY: as above.
-                let event = (!event.is_null()).then(|| unsafe { event.read_unaligned() });
+                let event = (!is_nowhere(event)).then(|| unsafe { event.read_unaligned() });
                 early::control(set, op, fd, event);
             }
             r
