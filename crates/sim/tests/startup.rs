@@ -235,7 +235,7 @@ fn damaged_frames_never_lead_to_different_parameters() {
         assert_ne!(
             incoming,
             Ok(Incoming::NeedMore),
-            "more than a frame can have"
+            "the state machine waits for more bytes than a frame can have"
         );
         let mut responder = Responder::new(ResponderLimits::default());
         responder.handle_rx(&initiator.request()).unwrap();
@@ -249,7 +249,7 @@ fn damaged_frames_never_lead_to_different_parameters() {
         assert_ne!(
             progress,
             Ok(Progress::NeedMore),
-            "more than a frame can have"
+            "the state machine waits for more bytes than a frame can have"
         );
     });
 }

@@ -1,7 +1,7 @@
 //! The entry point of the fuzzer. It accepts any bytes, and panics if an invariant is violated.
 //!
-//! The first byte selects the target: the bytes of a peer in pieces, messages of a peer, some of which are invalid, start-up frames, the
-//! text of rules, or datagrams. Run it by `scripts/fuzz 60 sockets`. A test replays the inputs in `fuzz/corpus/sockets`.
+//! The first byte selects the target: any bytes of a peer, split into pieces; messages of a peer (some of them invalid); start-up frames;
+//! the text of rules; or datagrams. Run the fuzzer by `scripts/fuzz 60 sockets`. A test replays the inputs in `fuzz/corpus/sockets`.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -240,7 +240,8 @@ fn datagram(input: &mut Input<'_>) {
     }
 }
 
-/// Parses the input as a query of another host, a record of the thread for reliable datagrams, and control messages.
+/// Parses the input in three formats: as a query of another host, as a [`Record`] of the thread for reliable datagrams, and as control
+/// messages.
 fn short_formats(data: &[u8]) {
     if let Some((protocol, port, nonce)) = query::parse(data) {
         assert_eq!(query::query(protocol, port, nonce), data);

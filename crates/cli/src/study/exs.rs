@@ -22,7 +22,7 @@ pub(crate) enum Side {
     Client,
 }
 
-/// Returns the path of the program, which is installed beside the command.
+/// Returns the path of `exs-ttcp`, which is installed beside the `anywarp` command.
 fn program(library: &Library) -> Option<PathBuf> {
     let prefix = library.dir().parent().and_then(Path::parent)?;
     Some(prefix.join("bin/exs-ttcp")).filter(|path| path.is_file())
@@ -34,7 +34,7 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
     let size: u64 = get("size").parse().unwrap_or(1);
     let (mode, nagle) = match get("exs") {
         "tcp-nagle" => ("tcp", true),
-        // In the paper the receiver always reads.
+        // In the paper that describes the experiment, the receiver always uses RDMA Reads.
         "normal" => ("read", false),
         mode => (mode, false),
     };

@@ -1488,7 +1488,7 @@ fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
         b.qp.handle_timeout();
     };
     let mut parts = Vec::new();
-    // The first messages open the window for the whole last one.
+    // The first nine messages make the window large enough for the whole last message.
     for id in 0..10 {
         a.table.write(0, &text);
         a.table.write(0, &[id]);

@@ -130,7 +130,8 @@ impl QpBase {
     #[inline]
     fn lacks_places(&self, more: usize) -> bool {
         let all = self.sq.len() + more;
-        // Only some of the entries may be of this queue pair's send requests. Counting them takes the lock of the queue.
+        // The completion queue may also hold entries of other requests, so those of this queue pair's send requests are counted. That
+        // takes the lock of the queue.
         self.send_cq.may_overflow(all, self.sq.max_wr())
             && all + self.send_cq.sends_of(self.qpn) > self.sq.max_wr()
     }

@@ -61,7 +61,7 @@ impl XrcSrq {
         self.number
     }
 
-    /// The protection domain of the receives of this queue. The memory that requests for this queue name must belong to it too.
+    /// The protection domain of the receives of this queue. Memory that is named by requests for this queue must belong to it too.
     pub fn pd(&self) -> u32 {
         self.srq.pd()
     }

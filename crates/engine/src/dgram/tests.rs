@@ -144,7 +144,8 @@ impl End {
         self.qp.post_send(std::iter::once(Ok(request))).unwrap();
     }
 
-    /// Returns the next completion of a receive, or else of a send, and discards those of the other kind. Waits for up to 5 seconds.
+    /// Returns the next completion of a receive if `receive` is true, and otherwise that of a send. Discards completions of the other
+    /// kind. Waits for up to 5 seconds.
     fn next(&self, receive: bool) -> Option<Completion> {
         let until = clock::now() + Duration::from_secs(5);
         let mut found = None;
@@ -250,8 +251,8 @@ fn ud_burst_is_sent_in_runs_and_arrives_in_order() {
     assert_eq!(b.qp.counters().rx_messages, 400);
 }
 
-/// Attempts for up to 30 seconds. A single one may fail, because polls of tests that run at the same time are counted too. If they find
-/// nothing, they end corking, which keeps posted requests back to send them together.
+/// Returns an iterator that permits further attempts for up to 30 seconds. A single attempt may fail because of tests that run at the same
+/// time: polls of these tests that find nothing end corking, which keeps posted requests back to send them together.
 fn attempts() -> impl Iterator<Item = ()> {
     let until = clock::now() + Duration::from_secs(30);
     std::iter::from_fn(move || {
@@ -344,14 +345,15 @@ fn corked_datagrams_are_sent_before_the_queue_pair_is_destroyed() {
 /// would wake in the middle of a list of posts and contend for the socket: 1,800 times a second in a ping-pong.
 #[test]
 fn posts_of_datagrams_renew_the_lease_of_a_polling_thread() {
-    // The port of this queue pair belongs to the engine of the process, also if queue pair `a` shares the port.
+    // The port of this queue pair belongs to the engine of the process, even if queue pair `a` shares the port.
     let b = End::new(Kind::Ud, 200);
     let context = Context::of(Engine::without_worker().unwrap()).unwrap();
     let a = End::with(&context, Kind::Ud, 100);
     a.to_rts(None);
     b.to_rts(None);
     let engine = context.engine;
-    // Repeats idle polls, a pause and a post, until the lease still runs at the time of the post.
+    // Repeats idle polls, a pause and a post, until in one attempt the lease is still running at the time of the post, and the post is
+    // sent at once or corked as expected.
     let renews = |idle_polls: usize| {
         attempts().any(|()| {
             for _ in 0..idle_polls {

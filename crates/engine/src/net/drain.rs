@@ -64,7 +64,8 @@ impl Draining {
 ///
 /// When [`limits::peer_descriptors`] connections are being drained already, the connection is closed at once.
 pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
-    // Threads that come here at the same time may register the function twice: the second call has its own time limit.
+    // Threads that come here at the same time may register the exit handler twice. This does no harm: the handler then runs twice, and
+    // each run has its own time limit.
     static AT_EXIT: Inherited<()> = Inherited::new(|| thread::at_exit(at_exit));
     let _ = rustix::net::shutdown(fd.get(), rustix::net::Shutdown::Write);
     let drain = {
@@ -89,8 +90,8 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
         return draining;
     }
     engine.deadline(token, clock::now() + DRAIN_TIMEOUT);
-    // The peer may have closed its side before the socket was watched. Or the peer is in this process and had closed
-    // before; it sees the end of this connection now.
+    // The peer may have closed its side before the socket was watched. If the peer is in this process and closed first, its connection
+    // is being drained too, and can be closed now, because this side has closed.
     close_finished();
     draining
 }

@@ -401,7 +401,7 @@ impl Trunk {
         known?.upgrade()
     }
 
-    /// Sets how long the peer's host may be silent for a queue pair. `None`: without limit.
+    /// Sets how long the peer's host may be silent for a queue pair. `None`: no limit of its own, so the default of TCP applies.
     pub(crate) fn allow_silence(&self, channel: u32, limit: Option<Duration>) {
         let ms = limit.map_or(i32::MAX, |limit| {
             i32::try_from(limit.as_millis()).unwrap_or(i32::MAX)

@@ -57,9 +57,9 @@ pub struct Sock {
     numbers: AtomicI32,
     inner: Mutex<Option<Box<Stream>>>,
     /// The number of threads that sleep, or are about to sleep, until the carrier has bytes. [`Self::asleep`] counts them: [`Self::read`]
-    /// calls it with `inner` locked if it has found nothing to read, other callers before they check the stream. While the number is
-    /// greater than `watching`, no thread begins to receive from the carrier: it could take the bytes for which a counted thread is about
-    /// to sleep, and that thread would not be woken.
+    /// calls it with `inner` locked after it has found too little to read, and other callers call it before they check the stream. While
+    /// the number is greater than `watching`, no thread begins to receive from the carrier: it could take the bytes for which a counted
+    /// thread is about to sleep, and that thread would not be woken.
     sleepers: AtomicI32,
     /// The number of threads that are counted in `sleepers` and have an eventfd in `watchers`. Another thread may receive from the carrier
     /// while they sleep, because it writes to these eventfds. The number is increased with `inner` locked, and decreased before `sleepers`.
@@ -71,9 +71,9 @@ pub struct Sock {
     receiver: AtomicUsize,
     /// The number of writers that sleep.
     waiting_writers: AtomicU32,
-    /// The eventfds of two kinds of threads. Followers (see `followers`) wait for a change of `turn`. The others poll the connection, or
-    /// sleep in a call that reads, while another thread receives (see `direct`) or sleeps in such a call too: the kernel does not wake
-    /// them for bytes that the other thread has taken.
+    /// The eventfds of two kinds of threads. Followers (see `followers`) wait for a change of `turn`. Threads of the other kind poll the
+    /// connection or sleep in a call that reads, and are not the only ones: another thread receives (see `direct`), or polls or reads as
+    /// well. The kernel does not wake a thread for bytes that another thread has taken.
     watchers: Mutex<Vec<c_int>>,
     /// `watchers` may have elements. This field changes with `inner` locked.
     watched: AtomicBool,
@@ -99,7 +99,7 @@ pub struct Sock {
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
     holders: Holders,
-    /// The process has inherited the connection, or was forked before the connection was decided, so another process may use it.
+    /// The process has inherited the connection, or has forked while the mode was [`Mode::Accepted`], so another process may use it.
     may_be_shared: AtomicBool,
     /// This process was forked while a thread of the parent held a lock of the connection, so it cannot use the connection.
     lost: AtomicBool,
@@ -235,7 +235,8 @@ pub enum Wait {
     Other(u64),
     /// Room in the carrier's send buffer.
     Room,
-    /// The peer's Reply. The written bytes are sent after it, so the caller may wait for a moment.
+    /// The peer's Reply. The stream has accepted the written bytes and sends them after the Reply, so the caller may wait for a moment,
+    /// but need not.
     Reply,
     /// Credit. The caller waits for bytes from the carrier or for this eventfd (if any), then calls [`Sock::led`].
     Credit(Option<c_int>),
@@ -461,7 +462,7 @@ impl Sock {
             self.holders.leave();
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
-            // The threads are woken before `parked` is set, because the last of them then makes this object available for another
+            // The threads are woken before `parked` is set: once it is set, the last of them makes this object available for another
             // connection and closes the leader's eventfd.
             self.wake(News {
                 readable: true,
@@ -912,9 +913,9 @@ impl Sock {
         }
     }
 
-    /// Reads; see [`Stream::read`]. With `sleeps` the call may block, unless the descriptor is non-blocking. If fewer bytes than the
-    /// caller needs are available and this call may not wait for more (because it peeks, or because other threads receive or sleep),
-    /// the caller is counted in `sleepers` and the second value is true.
+    /// Reads; see [`Stream::read`]. With `sleeps` the call may block, unless the descriptor is non-blocking. If, with `sleeps`, fewer bytes
+    /// than the caller needs are available and this call may not wait for more (because it peeks, or because other threads receive or
+    /// sleep), the caller is counted in `sleepers` and the second value is true.
     pub fn read(
         &'static self,
         fd: c_int,
@@ -1144,7 +1145,8 @@ impl Sock {
         self.reuse();
     }
 
-    /// Counts the caller as a sleeper, before it checks the stream and then sleeps until the carrier has events.
+    /// Counts the caller, which is about to sleep until the carrier has events, as a sleeper. A caller that does not hold the lock of the
+    /// stream has to check the stream after this call, before it sleeps.
     pub fn asleep(&'static self) {
         // A thread whose thread-local variables were destroyed has no list.
         let _ = SLEEPS.try_with(|all| all.try_borrow_mut().map(|mut all| all.push((self, false))));
@@ -1343,7 +1345,8 @@ impl Sock {
         result
     }
 
-    /// Processes events of the carrier. `wanted`: the events of the stream for which the program waits, or POLLIN if it calls another function.
+    /// Processes events of the carrier. `wanted`: the events of the stream for which the program waits, or POLLIN if it
+    /// does not wait for events.
     /// Returns the resulting events of the stream.
     pub fn process(&'static self, fd: c_int, events: i16, wanted: i16) -> i16 {
         let wanted = u32::from(wanted.cast_unsigned());
@@ -1354,8 +1357,8 @@ impl Sock {
     }
 
     /// Like [`Self::process`], for an epoll set in which the program waits for `wanted`. Also returns the events to request from the
-    /// carrier next, and whether [`Self::notify_others`] has to be called when the set is not locked any more. The set is locked, so this does
-    /// not wait for the worker, which is stopped during a fork.
+    /// carrier next, and whether [`Self::notify_others`] has to be called when the set is not locked any more. The caller holds the lock of
+    /// the set, so this must not wait for the worker: a fork may have stopped the worker.
     pub fn process_for(
         &'static self,
         fd: c_int,
@@ -1369,8 +1372,8 @@ impl Sock {
         (ready, carrier, concerns_others)
     }
 
-    /// Tells the other sets that contain the connection of a change that `set` has found. The kernel does not report it to them if the
-    /// bytes were received from the carrier.
+    /// Marks the connection in the other sets that contain it, after `set` has found a change. The kernel does not report the change to
+    /// them if the bytes were already received from the carrier.
     pub fn notify_others(&self, set: &Set) {
         let sets: Vec<&'static Set> = lock(&self.sets).clone();
         for other in sets {
@@ -1497,7 +1500,7 @@ impl Sock {
             && pending != Pending::Nothing
             && let Some(copy) = table::find(Entry::Sock(self))
         {
-            // The worker may know the stream by this descriptor only.
+            // The worker may know the stream only by `fd`, which is being closed.
             worker::watch(copy, self, pending);
         }
         self.drop_number();

@@ -74,8 +74,8 @@ impl Reliable {
         true
     }
 
-    /// Returns whether so many packets with wrong tokens came from the host of `peer`, or from hosts in the same bucket, in this
-    /// second that the tokens must be guesses.
+    /// Returns whether a token from `peer` has to be treated as a guess: too many packets with wrong tokens came in this second from its
+    /// host, or from hosts in the same bucket.
     fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
         if self.bad_second != now.as_secs() {
             self.bad_second = now.as_secs();
@@ -97,7 +97,7 @@ impl Reliable {
         }
     }
 
-    /// Answers a packet that echoes no valid token with the token of this end. No state is kept.
+    /// Sends the token of this end in answer to a packet that echoes no valid token. No state of the peer is kept.
     fn challenge(
         &mut self,
         peer: &Peer,
@@ -180,7 +180,7 @@ impl Reliable {
                 tx.set_room(room.into());
                 tx.silent_since = now;
                 tx.deadline = None;
-                // Packets that count as lost are sent again now. A probe is due at this deadline.
+                // Packets that count as lost are sent again now. `wait` sets the deadline at which a probe is due.
                 if !tx.is_empty() {
                     tx.wait(now, &state.path);
                 }

@@ -1,7 +1,7 @@
 //! The stream of a queue pair on a trunk ([`crate::net::trunk`]), and its hand-over from the queue pair's own connection.
 //!
-//! The own connection stays open and carries nothing more. When the peer closes it, the stream still ends only with the frame that the peer
-//! sends last on the trunk, because that may arrive later.
+//! The queue pair's own connection (below: the *own connection*) stays open and carries nothing more. When the peer
+//! closes it, the stream still ends only with the frame that the peer sends last on the trunk, because that may arrive later.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};
@@ -54,7 +54,7 @@ impl Tcp {
         });
     }
 
-    /// The message of the peer about a trunk that waits to be handled.
+    /// Takes the peer's message about a trunk, if one waits to be handled.
     pub(crate) fn take_trunk_message(&mut self) -> Option<Handover> {
         self.trunk_message.take()
     }
@@ -87,7 +87,7 @@ impl Tcp {
         seat.offered_by.filter(|_| seat.own.is_none())
     }
 
-    /// Accepts the offer of the peer with an open trunk, or refuses it.
+    /// Accepts the peer's offer by joining `trunk`, or refuses it if `trunk` is `None` or has ended.
     pub(crate) fn take_trunk(
         &mut self,
         conn: &mut Connection,
@@ -272,7 +272,7 @@ impl Tcp {
     }
 
     /// Handles that the peer has left the trunk. A peer that leaves has acknowledged what it has executed, so requests without an
-    /// acknowledgement do not count as taken.
+    /// acknowledgement do not count as received by the peer.
     pub(crate) fn receive_end(&mut self, from: (&Arc<Trunk>, u32)) {
         let Some(seat) = self.seat.as_mut().filter(|s| s.own == Some(from.1)) else {
             return;
@@ -300,7 +300,7 @@ impl Tcp {
         };
         let goes_on = conn.end() == End::Open && outcome != Outcome::Broken(libc::ETIMEDOUT);
         if !seat.rx && goes_on {
-            // A peer whose end has arrived early has answered before it left, so it will not refuse the trunk.
+            // A peer whose End frame has arrived early has answered before it left, so it will not refuse the trunk.
             seat.gone = !seat.early_end;
             return false;
         }
