@@ -1698,7 +1698,7 @@ static const char *closed_before_fork(size_t arg)
 	TRY(takes(p.b, "last"));
 	ENSURE(!close(p.a), "close: %s", strerror(errno));
 	for (int i = 0; i < 10; i++) {
-		int status, count;
+		int status, count = 0;
 		pid_t child = fork();
 
 		ENSURE(child >= 0, "fork: %s", strerror(errno));
