@@ -604,7 +604,10 @@ impl Thread {
         sys::epoll_change(set(), libc::EPOLL_CTL_DEL, socket.shared.socket(), 0, 0);
         show::forget(socket.shared.socket());
         socket.shared.replace_socket(0);
-        if let Some(word) = socket.shared.server.get() {
+        // A socket that was passed on must not be served again here.
+        if let Some(word) = socket.shared.server.get()
+            && !socket.is_passed_on
+        {
             owner::give_back(word);
         }
         socket.shared.released.store(true, Ordering::Release);
