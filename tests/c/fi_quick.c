@@ -478,6 +478,7 @@ static const char *domain_in_use(size_t arg)
 	OK(fi_domain(fabric, info, &domain, &arg));
 	ENSURE(domain->fid.context == &arg && domain->fid.fclass == FI_CLASS_DOMAIN, "the context or class of the domain");
 	keep(close_fid, domain, "domain");
+	GIVES(FI_EBUSY, fi_close(&fabric->fid));
 	for (int kind = 0; kind < 5; kind++) {
 		switch (kind) {
 		case 0: OK(fi_cq_open(domain, &cq_attr, &cq, &cq)); fid = &cq->fid; break;

@@ -38,6 +38,12 @@ impl Opened {
         self.lock().domains.push((domain, fabric.addr()));
     }
 
+    /// Returns whether a fabric has open domains.
+    pub fn has_domains<F>(&self, fabric: *mut F) -> bool {
+        let lists = self.lock();
+        lists.domains.iter().any(|(_, of)| *of == fabric.addr())
+    }
+
     /// Removes an object that is closed.
     pub fn remove<T>(&self, object: *mut T) {
         let mut lists = self.lock();
@@ -96,7 +102,9 @@ mod tests {
         assert_eq!(opened.named(none, d2), Some((f2, d2)));
         assert_eq!(opened.named(none, none), Some((f2, d2)));
         assert_eq!(opened.named(f1, d2), None);
+        assert!(opened.has_domains(f2));
         opened.remove(d2);
+        assert!(!opened.has_domains(f2));
         assert_eq!(opened.named(f2, none), Some((f2, none)));
         assert_eq!(opened.named(none, d2), None);
         opened.remove(f2);

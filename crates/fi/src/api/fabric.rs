@@ -41,9 +41,14 @@ pub(crate) unsafe extern "C" fn open(
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
-    OPENED.remove(at);
-    // SAFETY: this process opened the object, and the program does not use it any more.
-    ended_int(|| unsafe { take::<FabricObject, _>(at).map(|_| 0) })
+    ended_int(|| {
+        if OPENED.has_domains(at) {
+            return Err(FI_EBUSY);
+        }
+        OPENED.remove(at);
+        // SAFETY: this process opened the object, and the program does not use it any more.
+        unsafe { take::<FabricObject, _>(at) }.map(|_| 0)
+    })
 }
 
 unsafe extern "C" fn trywait(_fabric: *mut fid_fabric, fids: *mut *mut fid, count: c_int) -> c_int {

@@ -160,6 +160,8 @@ pub(super) struct Links {
     /// The number of messages to and from each peer that has no link. `i32::MAX`: a link was offered to the peer. Negative after a
     /// refusal.
     counts: HashMap<Remote, i32>,
+    /// The number of messages of peers that are not in `counts`, since it was last found to be full.
+    uncounted: usize,
     generation: u16,
     enabled: bool,
     /// Whether the endpoint is being closed. It neither offers nor accepts a link then.
@@ -173,6 +175,7 @@ impl Links {
         Self {
             all: Vec::new(),
             counts: HashMap::new(),
+            uncounted: 0,
             generation: 0,
             enabled,
             closing: false,
@@ -318,8 +321,7 @@ impl Endpoint {
         }
         // A link is offered only to peers of the address vector. Strangers must not take the places of those.
         if !self.links.counts.contains_key(&peer)
-            && (self.links.counts.len() >= limits::COUNTED
-                || self.source(cx, peer) == FI_ADDR_NOTAVAIL)
+            && (self.source(cx, peer) == FI_ADDR_NOTAVAIL || !self.may_count_another(cx))
         {
             return;
         }
@@ -341,6 +343,24 @@ impl Endpoint {
                 Err(_) => self.offer_later(peer),
             }
         }
+    }
+
+    /// Returns whether the messages of one more peer may be counted. If there are too many peers, those that the program has removed from
+    /// the address vector are forgotten: once in [`limits::COUNTED`] messages, because each is looked up.
+    fn may_count_another(&mut self, cx: &mut Shared) -> bool {
+        if self.links.counts.len() < limits::COUNTED {
+            return true;
+        }
+        self.links.uncounted += 1;
+        if self.links.uncounted >= limits::COUNTED {
+            self.links.uncounted = 0;
+            let mut counts = std::mem::take(&mut self.links.counts);
+            counts.retain(|peer, _| {
+                self.links.of(*peer).is_some() || self.source(cx, *peer) != FI_ADDR_NOTAVAIL
+            });
+            self.links.counts = counts;
+        }
+        self.links.counts.len() < limits::COUNTED
     }
 
     /// Postpones the next offer of a link to a peer until [`limits::REFUSED`] more messages were exchanged.
