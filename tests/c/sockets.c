@@ -4201,16 +4201,36 @@ static const char *asks_for_nothing(size_t arg)
 		ENSURE(readv(p.b, &none, 1) == 0, "readv: %s", strerror(errno));
 		ENSURE(preadv2(p.b, &none, 1, -1, 0) == 0, "preadv2: %s", strerror(errno));
 		ENSURE(pwritev2(p.b, &none, 1, -1, 0) == 0, "pwritev2: %s", strerror(errno));
+		ENSURE(writev(p.b, &none, 1) == 0, "writev: %s", strerror(errno));
+		ENSURE(recvmmsg(p.b, NULL, 0, 0, NULL) == 0, "recvmmsg: %s", strerror(errno));
+		ENSURE(sendmmsg(p.b, NULL, 0, 0) == 0, "sendmmsg: %s", strerror(errno));
+		ENSURE(recvmmsg(p.b, &message, 1, 0, &wrong) < 0 && errno == EINVAL, "a negative time limit: %s", strerror(errno));
 		if (!used)
 			TRY(greet(&p));
 	}
-	ENSURE(recvmmsg(p.b, NULL, 0, 0, NULL) == 0, "recvmmsg: %s", strerror(errno));
-	ENSURE(sendmmsg(p.b, NULL, 0, 0) == 0, "sendmmsg: %s", strerror(errno));
-	ENSURE(recvmmsg(p.b, &message, 1, 0, &wrong) < 0 && errno == EINVAL, "a negative time limit: %s", strerror(errno));
 	TRY(text(p.a, "x"));
 	ENSURE(recvmmsg(p.b, &message, 1, 0, &limit) == 1 && byte == 'x', "recvmmsg: %s", strerror(errno));
 	ENSURE(limit.tv_sec == 99, "recvmmsg does not store the time that is left");
 	return NULL;
+}
+
+/* A member cannot be changed with EPOLLEXCLUSIVE or to it, but be added again with it. */
+static const char *exclusive_member(size_t arg)
+{
+	struct pair p;
+	int set, e;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN, 1));
+	TRY(drop(set, p.b));
+	TRY(add(set, p.b, EPOLLIN | EPOLLEXCLUSIVE, 2));
+	e = control(set, EPOLL_CTL_MOD, p.b, EPOLLIN | EPOLLEXCLUSIVE, 2);
+	ENSURE(e == EINVAL, "EPOLL_CTL_MOD: %s", strerror(e));
+	TRY(text(p.a, "ab"));
+	TRY(reports(set, EPOLLIN, 2));
+	return takes(p.b, "ab");
 }
 
 /* Options that streams do not have are refused on sockets whose connections may become streams. */
@@ -4458,6 +4478,7 @@ static const struct test tests[] = {
 	{ "end_keeps_errno", end_keeps_errno, 0, 0, false },
 	{ "reads_beside_waiting_writer", reads_beside_waiting_writer, 0, 0, false },
 	{ "asks_for_nothing", asks_for_nothing, 0, 0, false },
+	{ "exclusive_member", exclusive_member, 0, 0, false },
 	{ "refused_before_use", refused_before_use, 0, 0, false },
 	{ "wrong_addresses", wrong_addresses, 0, 0, false },
 	{ "reset_before_use", reset_before_use, 0, 0, false },

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 static WORDS: Inherited<Option<&'static [AtomicU32]>> = Inherited::new(map);
 static ME: AtomicU32 = AtomicU32::new(0);
+static FORKS: AtomicU32 = AtomicU32::new(0);
 
 fn map() -> Option<&'static [AtomicU32]> {
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
@@ -35,13 +36,18 @@ pub fn word(owner: u32) -> Option<&'static AtomicU32> {
         return None;
     };
     let mut shared = None;
+    // The process that was last found to exist.
+    let mut alive = me();
     for _ in 0..limits::OWNER_TRIES {
         let word = words.get(next.fetch_add(1, Ordering::Relaxed) as usize % words.len())?;
         let old = word.load(Ordering::Relaxed);
         // A process that was killed has not given its words back.
-        let is_free = old == FREE || old != NOBODY && old != me() && !exists(old);
-        if is_free && swap(word, old, owner) {
+        let is_dead = old != NOBODY && old != alive && !exists(old);
+        if (old == FREE || is_dead) && swap(word, old, owner) {
             return Some(word);
+        }
+        if old != NOBODY {
+            alive = old;
         }
         shared = Some(word);
     }
@@ -162,6 +168,16 @@ pub fn exists(process: u32) -> bool {
     let exists = r == 0 || sys::errno() != libc::ESRCH;
     sys::set_errno(errno);
     exists
+}
+
+/// Returns how often this process has forked, or is about to.
+pub fn forks() -> u32 {
+    FORKS.load(Ordering::Acquire)
+}
+
+/// Called before a fork.
+pub fn before_fork() {
+    FORKS.fetch_add(1, Ordering::AcqRel);
 }
 
 /// Forgets the parent's id. Called in the child of a fork.

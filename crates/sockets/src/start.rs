@@ -93,6 +93,7 @@ thread_local! {
 }
 
 extern "C" fn before_fork() {
+    owner::before_fork();
     let held = (
         worker::hold(),
         reliable::hold(),

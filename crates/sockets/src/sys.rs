@@ -80,19 +80,33 @@ pub fn transmit(fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> isize {
     unsafe { real::sendmsg(fd, &raw const m, flags) }
 }
 
+/// Returns the number that the kernel has assigned to a socket (`SO_COOKIE`), or `None` if `fd` is not a socket.
+pub fn cookie(fd: c_int) -> Option<u64> {
+    let mut value = 0u64;
+    let mut len = size_of::<u64>() as socklen_t;
+    let at = (&raw mut value).cast();
+    // SAFETY: the length is that of the value.
+    let r = unsafe { real::getsockopt(fd, libc::SOL_SOCKET, libc::SO_COOKIE, at, &raw mut len) };
+    (r == 0).then_some(value)
+}
+
 /// Returns whether two descriptors refer to the same socket.
 pub fn is_same(a: c_int, b: c_int) -> bool {
-    // SO_COOKIE: a number that the kernel assigns to each socket.
-    let cookie = |fd| {
-        let mut value = 0u64;
-        let mut len = size_of::<u64>() as socklen_t;
-        let at = (&raw mut value).cast();
-        // SAFETY: the length is that of the value.
-        let r =
-            unsafe { real::getsockopt(fd, libc::SOL_SOCKET, libc::SO_COOKIE, at, &raw mut len) };
-        (r == 0).then_some(value)
-    };
     cookie(a).is_some() && cookie(a) == cookie(b)
+}
+
+/// Ends `SO_LINGER`, so that `close` does not wait.
+pub fn close_at_once(fd: c_int) {
+    let linger = libc::linger {
+        l_onoff: 0,
+        l_linger: 0,
+    };
+    let at = (&raw const linger).cast();
+    let len = size_of::<libc::linger>() as socklen_t;
+    // SAFETY: the length is that of the value.
+    unsafe {
+        real::setsockopt(fd, libc::SOL_SOCKET, libc::SO_LINGER, at, len);
+    }
 }
 
 /// Peeks at the received bytes without blocking.

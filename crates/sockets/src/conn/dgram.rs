@@ -537,7 +537,9 @@ impl Dgram {
         let is_served = server.is_some_and(|server| server == me || owner::exists(server));
         if !is_served && !owner::is_visitor() {
             let _stays = sys::NotCancelled::begin();
-            if owner::replace(word, server) && !self.start(fd) {
+            // Another thread may have closed the socket meanwhile.
+            let is_open = self.pair() == Some(pair);
+            if is_open && owner::replace(word, server) && !self.start(fd) {
                 word.store(owner::NOBODY, Ordering::Release);
             }
         }
@@ -608,8 +610,8 @@ impl Dgram {
         if server != Some(owner::me()) {
             // This process has copies of the thread's descriptors, which none of its threads uses.
             shared.close_copies();
-            if let (None, Some(word)) = (server, word) {
-                owner::give_back_unowned(word);
+            if server.is_none() {
+                shared.give_back_server();
             }
         } else {
             let errno = sys::errno();

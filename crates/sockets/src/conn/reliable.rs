@@ -56,8 +56,9 @@ pub struct Shared {
     /// True while the kernel collects a datagram from several calls of the program (MSG_MORE, UDP_CORK): a packet that is sent
     /// meanwhile would become a part of it. Changed with [`SENDING`] locked.
     builds: AtomicBool,
-    /// The word with the process that serves the socket.
-    server: OnceLock<&'static AtomicU32>,
+    /// The word with the process that serves the socket, and the number of forks when the socket got it: if the process has forked since,
+    /// another process may have the socket.
+    server: OnceLock<(&'static AtomicU32, u32)>,
 }
 
 impl Shared {
@@ -78,7 +79,16 @@ impl Shared {
 
     /// Sets the word that the thread gives back when it no longer serves the socket.
     pub fn set_server(&self, word: &'static AtomicU32) {
-        let _ = self.server.set(word);
+        let _ = self.server.set((word, owner::forks()));
+    }
+
+    /// Gives back the word of a socket that no thread has served, unless another process may have the socket.
+    pub fn give_back_server(&self) {
+        if let Some((word, forks)) = self.server.get()
+            && *forks == owner::forks()
+        {
+            owner::give_back_unowned(word);
+        }
     }
 
     /// Sets the descriptor number of the thread's end.
@@ -106,8 +116,16 @@ impl Shared {
 
     /// Closes the copies of the thread's descriptors in a process whose threads do not use them.
     pub fn close_copies(&self) {
-        table::close_own(self.end());
+        self.close_end();
         self.replace_socket(0);
+    }
+
+    /// Closes the thread's end of the pair.
+    fn close_end(&self) {
+        let end = self.end.swap(-1, Ordering::AcqRel);
+        if end >= 0 {
+            table::close_own(end);
+        }
     }
 
     /// Moves a descriptor of the thread to another number, because the program is about to put one of its own there.
@@ -131,10 +149,13 @@ impl Shared {
 
     /// Called before the first and after the last of several calls from which the kernel builds a datagram.
     pub fn build(&self, on: bool) {
+        if self.builds.load(Ordering::Acquire) == on {
+            return;
+        }
         let sending = SENDING.lock();
-        let was = self.builds.swap(on, Ordering::AcqRel);
+        self.builds.store(on, Ordering::Release);
         drop(sending);
-        if was && !on {
+        if !on {
             wake_thread();
         }
     }
@@ -161,6 +182,8 @@ struct Job {
 #[derive(Debug, Default)]
 struct ThreadState {
     new: Vec<Job>,
+    /// The sockets of which the thread has copies.
+    served: Vec<Arc<Shared>>,
     is_running: bool,
 }
 
@@ -254,6 +277,7 @@ pub fn serve(fd: c_int, shared: Arc<Shared>) -> bool {
     show::own(socket);
     // A child of a fork has a copy of the parent's descriptor, which is closed here.
     shared.replace_socket(socket);
+    thread.served.push(Arc::clone(&shared));
     thread.new.push(Job { fd, shared, rd });
     wake_thread();
     true
@@ -331,7 +355,11 @@ pub struct Held {
 impl Held {
     /// Called in the child of a fork, which has no thread.
     pub fn forked(mut self) {
-        if self.thread.take().is_some() {
+        if let Some(state) = self.thread.take() {
+            // Also of sockets that the program has closed. If this process serves one of the others later, it makes its own copy.
+            for shared in state.served {
+                shared.replace_socket(0);
+            }
             close_descriptors();
         }
         DRAINING.store(0, Ordering::Release);
@@ -603,10 +631,19 @@ impl Thread {
         }
         sys::epoll_change(set(), libc::EPOLL_CTL_DEL, socket.shared.socket(), 0, 0);
         show::forget(socket.shared.socket());
+        // With the lock, so that the child of a fork knows all copies.
+        let mut state = THREAD.lock();
+        if let Some(state) = state.as_mut() {
+            state
+                .served
+                .retain(|shared| !Arc::ptr_eq(shared, &socket.shared));
+        }
         socket.shared.replace_socket(0);
+        drop(state);
         // A socket that was passed on must not be served again here.
-        if let Some(word) = socket.shared.server.get()
+        if let Some((word, forks)) = socket.shared.server.get()
             && !socket.is_passed_on
+            && *forks == owner::forks()
         {
             owner::give_back(word);
         }
@@ -913,7 +950,7 @@ impl Socket {
         self.records.clear();
         self.backlog = 0;
         self.leave_set();
-        table::close_own(self.shared.end());
+        self.shared.close_end();
         // The thread may keep the UDP socket open for a while. The program's `close` does not wait for that.
         if self.is_busy() {
             self.shared.released.store(true, Ordering::Release);

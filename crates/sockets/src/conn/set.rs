@@ -269,6 +269,15 @@ impl Set {
             // The descriptor of the old member was closed by a call that the library does not intercept.
             self.remove(&mut inner, fd);
         }
+        let exclusive = libc::EPOLLEXCLUSIVE as u32;
+        // The kernel refuses to change a member to EPOLLEXCLUSIVE.
+        if op == libc::EPOLL_CTL_ADD
+            && events & exclusive != 0
+            && inner.members.get(&fd).is_some_and(|m| m.gone)
+        {
+            let _ = kernel(inner.epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
+            self.remove(&mut inner, fd);
+        }
         let old = inner.members.get(&fd).map(|m| (m.asked, m.data, m.gone));
         let gone = old.is_some_and(|(.., gone)| gone);
         if gone && op != libc::EPOLL_CTL_ADD {
@@ -294,9 +303,7 @@ impl Set {
                 let before = old.filter(|_| op == libc::EPOLL_CTL_MOD || gone);
                 let before = before.filter(|(_, before, _)| *before == data);
                 let asked = carrier.asked(events, before.map(|(asked, ..)| asked));
-                // The kernel refuses to change a member to EPOLLEXCLUSIVE.
-                let is_exclusive = asked & libc::EPOLLEXCLUSIVE as u32 != 0;
-                if before.is_none_or(|(before, ..)| before != asked || is_exclusive && !gone) {
+                if before.is_none_or(|(before, ..)| before != asked || asked & exclusive != 0) {
                     let op = if gone { libc::EPOLL_CTL_MOD } else { op };
                     kernel(inner.epfd, op, fd, asked, data)?;
                 }

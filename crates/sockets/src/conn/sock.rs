@@ -95,7 +95,7 @@ pub struct Sock {
     member: AtomicI32,
     /// The connection has, or had, several descriptors.
     copied: AtomicBool,
-    /// The id of the process that uses the connection. 0 after a fork: the first process that uses the connection sets it.
+    /// The id of the process that uses the connection, or `NOBODY` after a fork: the first process that uses the connection sets it.
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
     holders: Holders,
@@ -458,6 +458,8 @@ impl Sock {
                 && (!self.forked.load(Ordering::Acquire) || self.holders.is_one())
             {
                 crate::owner::give_back(word);
+                // No process has used the stream since the last fork.
+                crate::owner::give_back_unowned(word);
             }
             self.holders.leave();
             self.in_sets.store(false, Ordering::Relaxed);

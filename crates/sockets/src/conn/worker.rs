@@ -127,6 +127,8 @@ pub fn drain(fd: c_int, stream: Box<Stream>) {
         return;
     }
     let Some(fd) = sys::copy_high(fd) else { return };
+    // The worker closes the copy with its lock held.
+    sys::close_at_once(fd);
     table::own(fd);
     OPEN.fetch_add(1, Ordering::AcqRel);
     DRAINING.fetch_add(1, Ordering::AcqRel);

@@ -1,7 +1,7 @@
 //! The hooks that read and write: `read`, `recv`, `send`, `write`, `sendfile` and their variants.
 
 use super::life::set_entry;
-use super::wait::{Until, kick};
+use super::wait::{Until, kick, time_error};
 use super::{batch, dgram, fail, fail_long, is_nowhere};
 use crate::conn::sock::{self, GONE, Mode, Others, Sock, Wait};
 use crate::conn::table::{self, Entry};
@@ -29,6 +29,10 @@ fn writer(fd: c_int, flags: c_int) -> Result<Option<&'static Sock>, c_int> {
     };
     if sock.mode() == Mode::Up || sock.decide(fd, true) == Mode::Up {
         return Ok(Some(sock));
+    }
+    // As in `wait_first`.
+    if sock.mode() == Mode::Accepted && !sock.is_ours(fd) {
+        return Err(libc::EIO);
     }
     wait_connected(fd, sock, flags, libc::SO_SNDTIMEO)
 }
@@ -966,6 +970,15 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     flags: c_int,
     timeout: *mut timespec,
 ) -> c_int {
+    if is_connection(fd) {
+        // SAFETY: the program passes a time or null.
+        if !unsafe { Until::accepts(timeout) } {
+            return fail(time_error(timeout));
+        }
+        if n == 0 {
+            return 0;
+        }
+    }
     match reader(fd, flags) {
         Ok(Some(_)) => {}
         Ok(None) => {
@@ -977,14 +990,10 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         }
         Err(e) => return fail(e),
     }
-    // SAFETY: the program passes a time or null.
-    if !unsafe { Until::accepts(timeout) } {
-        return fail(libc::EINVAL);
-    }
-    if n > 0 && is_nowhere(msgs) {
+    if is_nowhere(msgs) {
         return fail(libc::EFAULT);
     }
-    // SAFETY: as above.
+    // SAFETY: the program passes a time or null.
     let until = unsafe { Until::spec(timeout) };
     let rest = if flags & libc::MSG_WAITFORONE != 0 {
         libc::MSG_DONTWAIT
@@ -1093,6 +1102,10 @@ pub unsafe extern "C-unwind" fn sendto(
 /// The requirements of `writev` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
+    // SAFETY: upheld by the caller. A negative number is larger than any list.
+    if is_connection(fd) && matches!(unsafe { total(iov, n as usize) }, Ok(0)) {
+        return 0;
+    }
     match writer(fd, 0) {
         Ok(Some(sock)) => {
             // SAFETY: upheld by the caller. A negative number is larger than any list.
@@ -1194,6 +1207,9 @@ pub unsafe extern "C-unwind" fn sendmmsg(
     n: c_uint,
     flags: c_int,
 ) -> c_int {
+    if n == 0 && is_connection(fd) {
+        return 0;
+    }
     let writer = match writer(fd, flags) {
         Ok(writer) => writer,
         Err(e) => return fail(e),
@@ -1210,7 +1226,7 @@ pub unsafe extern "C-unwind" fn sendmmsg(
                 .unwrap_or_else(|| real::sendmmsg(fd, msgs, n, flags))
         };
     }
-    if n > 0 && is_nowhere(msgs) {
+    if is_nowhere(msgs) {
         return fail(libc::EFAULT);
     }
     for i in 0..n as usize {

@@ -8,6 +8,7 @@ use crate::limits;
 use crate::log;
 use crate::owner;
 use crate::real;
+use crate::sys;
 use anywarp_core::lock::Mutex;
 use libc::{c_char, c_int, c_void};
 use sockets_base::stat::Why;
@@ -314,8 +315,8 @@ pub unsafe extern "C-unwind" fn posix_spawn_file_actions_adddup2(
 struct Hidden {
     /// The number of calls of posix_spawn under way. The last one that returns restores the flags of the descriptors.
     spawns: u32,
-    /// The descriptors, with their flags.
-    streams: Vec<(c_int, &'static Sock, c_int)>,
+    /// The descriptors, with the kernel's numbers of their sockets, and their flags.
+    streams: Vec<(c_int, Option<u64>, c_int)>,
 }
 
 static HIDDEN: Mutex<Hidden> = Mutex::new(Hidden {
@@ -325,9 +326,9 @@ static HIDDEN: Mutex<Hidden> = Mutex::new(Hidden {
 
 impl Hidden {
     fn restore(&mut self) {
-        for (fd, sock, flags) in self.streams.drain(..) {
+        for (fd, cookie, flags) in self.streams.drain(..) {
             // Another thread may have closed the stream meanwhile, and `fd` may be another descriptor.
-            if table::sock(fd).is_some_and(|s| std::ptr::eq(s, sock)) {
+            if cookie.is_some() && sys::cookie(fd) == cookie {
                 set_flags(fd, flags);
             }
         }
@@ -369,7 +370,7 @@ fn spawn(start: impl FnOnce() -> c_int) -> c_int {
         let Entry::Sock(sock) = entry else { return };
         if let Some(flags) = pass_on(fd, sock, Starter::Continues) {
             let mut hidden = HIDDEN.lock();
-            hidden.streams.push((fd, sock, flags));
+            hidden.streams.push((fd, sys::cookie(fd), flags));
             set_flags(fd, flags | libc::FD_CLOEXEC);
         }
     });

@@ -2,7 +2,7 @@
 //! of local sockets. A thread of the library has the other end (see [`crate::conn::reliable`]).
 
 use super::buffers::{Plan, give_back, header, parts, result, scatter, take};
-use super::wait::Until;
+use super::wait::{Until, time_error};
 use crate::conn::dgram::Dgram;
 use crate::limits;
 use crate::message::Kind;
@@ -253,7 +253,7 @@ pub(super) unsafe fn recvmmsg(
 ) -> c_int {
     // SAFETY: upheld by the caller.
     if !unsafe { Until::accepts(timeout) } {
-        return super::fail(libc::EINVAL);
+        return super::fail(time_error(timeout));
     }
     // SAFETY: upheld by the caller.
     let until = unsafe { Until::spec(timeout) };

@@ -77,6 +77,15 @@ impl Until {
     }
 }
 
+/// The errno of a call with a time that [`Until::accepts`] refuses.
+pub(super) fn time_error(t: *const timespec) -> c_int {
+    if is_nowhere(t) {
+        libc::EFAULT
+    } else {
+        libc::EINVAL
+    }
+}
+
 /// Returns whether no descriptor of the list is one of a stream, a set with streams, or a socket with reliable datagrams.
 fn is_plain(fds: &[pollfd]) -> bool {
     is_unused()
@@ -254,25 +263,22 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
         let mask = if ready > 0 { std::ptr::null() } else { mask };
         let left = if ready > 0 { Some(zero) } else { until.left() };
         let time = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        let r = match watched {
+        // A call that does not wait needs no eventfd.
+        let mut enter = |time| match watched.filter(|_| ready == 0) {
             Some(kick) => poll_watched(fds, kick, time, mask),
-            None => {
-                let mut enter = |time| {
-                    // SAFETY: the list is the program's, and the time is a local variable.
-                    unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) }
-                };
-                if ready > 0 {
-                    enter(time)
+            // SAFETY: the list is the program's, and the time is a local variable.
+            None => unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) },
+        };
+        let r = if ready > 0 {
+            enter(time)
+        } else {
+            spin::wait(|sleeps| {
+                if sleeps {
+                    Some(enter(time))
                 } else {
-                    spin::wait(|sleeps| {
-                        if sleeps {
-                            Some(enter(time))
-                        } else {
-                            Some(enter(&raw const zero)).filter(|r| *r != 0)
-                        }
-                    })
+                    Some(enter(&raw const zero)).filter(|r| *r != 0)
                 }
-            }
+            })
         };
         let e = sys::errno();
         members.iter_mut().for_each(Member::awake);
