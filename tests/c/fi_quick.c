@@ -2598,6 +2598,31 @@ static const char *two_sources(size_t arg)
 	return NULL;
 }
 
+/* A program waits for the descriptor of a queue. An endpoint that begins to use the queue meanwhile wakes it too. */
+static const char *enabled_during_wait(size_t arg)
+{
+	struct side a, b, peer;
+	struct fid *fids[1];
+	int fd;
+
+	(void)arg;
+	TRY(open_side_as(&a, &(struct setup){ .cq.wait_obj = FI_WAIT_FD }));
+	TRY(open_side_as(&peer, &(struct setup){ 0 }));
+	OK(fi_control(&a.rx->fid, FI_GETWAIT, &fd));
+	fids[0] = &a.rx->fid;
+	OK(fi_trywait(fabric, fids, 1));
+	TRY(open_side_as(&b, &(struct setup){ .beside = &a, .its_queues = true }));
+	OK(fi_recv(b.ep, in, 8, NULL, FI_ADDR_UNSPEC, in));
+	TRY(introduce(&peer, &b));
+	OK(fi_inject(peer.ep, out, 8, peer.peer));
+	for (uint64_t until = now_ms() + 2000; now_ms() < until;) {
+		fi_cq_read(peer.tx, NULL, 0);
+		if (poll(&(struct pollfd){ .fd = fd, .events = POLLIN }, 1, 10) == 1)
+			return NULL;
+	}
+	return "the descriptor does not become readable";
+}
+
 /* Endpoints of one domain, with queues and address vectors of their own or in common, and as many peers in another one. */
 static const char *many_endpoints(size_t arg)
 {
@@ -3019,6 +3044,7 @@ static const struct test tests[] = {
 	{ "full_queue", full_queue, 0, 0, false },
 	{ "full_queue_of_writes", full_queue, 1, 0, false },
 	{ "two_sources", two_sources, 0, 0, true },
+	{ "enabled_during_wait", enabled_during_wait, 0, 0, false },
 	{ "many_endpoints", many_endpoints, 0, 0, false },
 	{ "many_endpoints_own_queues", many_endpoints, OWN_QUEUES, 0, false },
 	{ "many_endpoints_own_vectors", many_endpoints, OWN_VECTORS, 0, false },

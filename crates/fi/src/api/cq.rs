@@ -334,6 +334,8 @@ unsafe fn wait_for_entries(
             continue;
         }
         match may_wait(object, wait) {
+            // A signal that was raised before `may_wait` cleared the event ends the wait.
+            Ok(()) if object.rest.signaled.load(Ordering::Acquire) => {}
             Ok(()) => wait.wait(Some(
                 left.map_or(ASK_PEERS_EVERY, |left| left.min(ASK_PEERS_EVERY)),
             )),

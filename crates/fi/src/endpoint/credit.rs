@@ -25,8 +25,21 @@ pub(super) struct Credit {
 struct Notice {
     /// The bytes that the sender had stored when the notice was sent.
     stored: usize,
+    /// The stored bytes at which the notice is sent again: another endpoint may have replaced the sender at its address, or the sender did
+    /// not have this endpoint in its address vector.
+    repeat_at: usize,
     /// Whether the notice waits for room in the send queue.
     waits: bool,
+}
+
+impl Notice {
+    fn new(stored: usize, waits: bool) -> Self {
+        Self {
+            stored,
+            repeat_at: stored + limits::LATE / 4,
+            waits,
+        }
+    }
 }
 
 impl Credit {
@@ -90,11 +103,10 @@ impl Endpoint {
     pub(super) fn answer_sent(&mut self, to: Remote, header: &Header) {
         if header.kind == Kind::Hold && header.length == 1 {
             let stored = self.stored_of(to);
-            if let Some(notice) = self.credit.notified.get_mut(&to) {
-                *notice = Notice {
-                    stored,
-                    waits: false,
-                };
+            if let Some(notice) = self.credit.notified.get_mut(&to)
+                && notice.waits
+            {
+                *notice = Notice::new(stored, false);
             }
         }
     }
@@ -111,14 +123,19 @@ impl Endpoint {
 
     /// Called after a message was stored. Notifies its sender if the sender's share is used up.
     pub(super) fn after_storing(&mut self, cx: &mut Shared, from: Remote) {
-        if self.credit.notified.contains_key(&from) {
+        let stored = self.stored_of(from);
+        if let Some(notice) = self.credit.notified.get_mut(&from) {
+            if !notice.waits && stored > notice.repeat_at {
+                notice.repeat_at = stored + limits::LATE / 4;
+                self.hold(cx, from, true);
+            }
             return;
         }
-        let stored = self.stored_of(from);
         if stored > self.share() {
             self.hold(cx, from, true);
             let waits = !self.deferred.is_empty();
-            self.credit.notified.insert(from, Notice { stored, waits });
+            let notice = Notice::new(stored, waits);
+            self.credit.notified.insert(from, notice);
         }
     }
 
@@ -178,11 +195,7 @@ mod tests {
         };
         let mut credit = Credit::default();
         credit.used_up.entry(peer).or_default();
-        let notice = Notice {
-            stored: 0,
-            waits: false,
-        };
-        credit.notified.insert(peer, notice);
+        credit.notified.insert(peer, Notice::new(0, false));
         credit.forget(peer);
         assert!(credit.is_used_up(peer) && !credit.notified.contains_key(&peer));
     }

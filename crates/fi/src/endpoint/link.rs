@@ -260,6 +260,11 @@ impl Endpoint {
             return Ok(None);
         };
         if link.sends {
+            // The peer has or will get all messages of this end. Only messages of the peer wait on this link for their receives.
+            let is_done = link.count.is_some() && link.sent.is_empty() && link.writes.is_empty();
+            if link.broken && is_done {
+                return Ok(None);
+            }
             let full = link.sent.len() >= limits::LINK_DEPTH;
             return match (link.closed, link.broken || full) {
                 (true, _) => Ok(None),
@@ -998,11 +1003,13 @@ impl Endpoint {
             let sent = std::mem::take(&mut link.sent);
             let waiting = std::mem::take(&mut link.writes);
             let name = link.name;
+            // The peer regards these messages as delivered, and they may have completions that are not polled yet.
+            let may_have_arrived = link.receives && link.receives_posted > 0;
             if !link.receives {
                 // The peer has not sent `moved`, and will not send it any more, so these messages can never be read.
                 self.held.remove_link(name);
             }
-            if self.held.has_message_of(name) {
+            if may_have_arrived || self.held.has_message_of(name) {
                 self.links.any_broken = true;
             } else {
                 *to = None;

@@ -548,6 +548,8 @@ pub struct Endpoint {
     later: Vec<Remote>,
     /// When peers were last asked whether they still know the operations that wait for them.
     asked: Instant,
+    /// The operations that waited for a peer then.
+    waited: Vec<question::Waiting>,
     /// The numbers of the announced messages that peers have asked about: at most [`limits::ANNOUNCED`] of each of [`limits::COUNTED`]
     /// peers.
     questions: HashMap<Remote, Vec<u32>>,
@@ -640,6 +642,7 @@ impl Endpoint {
             outstanding: 0,
             later: Vec::new(),
             asked: Instant::now(),
+            waited: Vec::new(),
             questions: HashMap::new(),
             calls: 0,
             bad: 0,
@@ -681,6 +684,8 @@ impl Endpoint {
                 }
             }
             self.enabled = true;
+            // A thread that waits already has requested events of the endpoints that there were before.
+            self.cq.arm();
         }
         Ok(())
     }

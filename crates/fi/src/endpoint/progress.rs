@@ -140,9 +140,16 @@ impl Endpoint {
             return;
         };
         match op {
-            Op::Sent { done, slot, .. } => {
+            Op::Sent {
+                done,
+                slot,
+                confirmation,
+                ..
+            } => {
                 self.free_slots.extend(slot);
-                self.finish_or_report(cx, done, err);
+                // The receiver has confirmed the message, so it is delivered whatever became of the device's acknowledgement.
+                let is_delivered = confirmation == Confirmation::Device;
+                self.finish_or_report(cx, done, if is_delivered { 0 } else { err });
             }
             Op::OneSided {
                 done, slot, notice, ..
@@ -419,6 +426,11 @@ impl Endpoint {
         }
         // The link has failed, and its last messages wait. The datagram was sent after them.
         if held.follows_link && self.held.has_message_on_link(from) {
+            // As below: a sender that ignores its notice must not take the receives of all peers.
+            if !self.may_store(from) && !self.notice_waits(from) {
+                self.ignored(from);
+                return true;
+            }
             return false;
         }
         let crowded = self.is_crowded();
@@ -519,6 +531,7 @@ impl Endpoint {
             to,
             memory,
             grant: grant @ None,
+            offer: Offer::None | Offer::Open,
             ..
         }) = self.ops.get_mut(header.id)
         else {
@@ -587,6 +600,8 @@ impl Endpoint {
         let tagged: Vec<Receive> = self.tagged.cancel_all().collect();
         let untagged: Vec<Receive> = self.untagged.cancel_all().collect();
         drop((tagged, untagged));
+        // A full queue must not keep the last messages from being sent.
+        self.binding.receive_queue = None;
         self.links.begin_close();
         let last = Instant::now() + limits::LINGER_MOST;
         let mut until = Instant::now() + limits::LINGER;

@@ -19,7 +19,7 @@ const ASKED: usize = 8;
 const ASKED_MOST: usize = (limits::INLINE - HEADER) / ASKED;
 
 /// An operation that waits for a peer.
-type Waiting = (Remote, Waits, [u32; 2]);
+pub(super) type Waiting = (Remote, Waits, [u32; 2]);
 
 impl Endpoint {
     /// Periodically sends a message to the peers that operations wait for: a question about these operations, or a probe if there
@@ -52,7 +52,12 @@ impl Endpoint {
                 peers.retain(|peer| peer != to);
             }
         }
+        // Only operations that have waited since the last round are in a question. The numbers of operations are used again, and the peer may
+        // answer after the operation of the question has ended.
         let waiting = self.waiting();
+        let before = std::mem::replace(&mut self.waited, waiting.clone());
+        let is_old = |w: &Waiting| before.binary_search(w).is_ok();
+        let waiting: Vec<Waiting> = waiting.into_iter().filter(is_old).collect();
         for to in peers {
             let from = waiting.partition_point(|(peer, ..)| *peer < to);
             let of_peer = waiting.get(from..).unwrap_or_default();

@@ -313,9 +313,10 @@ impl Endpoint {
         if granted == 0 {
             return Ok((None, None, 0));
         }
-        let (at, aside) = match target.memory.single() {
-            Some((at, _)) => (at, None),
-            None => {
+        let mut parts = target.memory.range(0, granted);
+        let (at, aside) = match (parts.next(), parts.next()) {
+            (Some((_, at, _)), None) => (at, None),
+            _ => {
                 let area = Area::new(granted).ok_or(FI_ENOMEM)?;
                 (area.address(0), Some(area))
             }
