@@ -2800,38 +2800,23 @@ static const char *passed_on(size_t how)
 	return NULL;
 }
 
-/* A stream in use that is not closed on exec is not passed to another program, and stays as it is in this one. */
-static const char *spawn_beside_stream(size_t arg)
+/*
+ * A stream in use that is not closed on exec is not passed to another program, and stays as it is in this one. So does an accepted connection
+ * that was not used yet (`is_used` is false).
+ */
+static const char *spawn_beside_stream(size_t is_used)
 {
 	char *argv[] = { "true", NULL };
 	struct pair p;
 	int status, e;
 	pid_t child;
 
-	(void)arg;
-	TRY(connected(&p));
+	TRY(is_used ? connected(&p) : accepted(&p));
 	ENSURE(!fcntl(p.b, F_SETFD, 0), "F_SETFD: %s", strerror(errno));
 	e = posix_spawn(&child, "/bin/true", NULL, NULL, argv, environ);
 	ENSURE(!e, "posix_spawn: %s", strerror(e));
 	ENSURE(waitpid(child, &status, 0) == child && !status, "the program fails: status %#x", status);
 	ENSURE(fcntl(p.b, F_GETFD) == 0, "the descriptor has become one that is closed on exec");
-	return greet(&p);
-}
-
-/* A process starts another program after it has accepted a connection that it has not used yet. */
-static const char *spawn_before_first_use(size_t arg)
-{
-	char *argv[] = { "true", NULL };
-	struct pair p;
-	int status, e;
-	pid_t child;
-
-	(void)arg;
-	TRY(accepted(&p));
-	ENSURE(!fcntl(p.b, F_SETFD, 0), "F_SETFD: %s", strerror(errno));
-	e = posix_spawn(&child, "/bin/true", NULL, NULL, argv, environ);
-	ENSURE(!e, "posix_spawn: %s", strerror(e));
-	ENSURE(waitpid(child, &status, 0) == child && !status, "the program fails: status %#x", status);
 	return greet(&p);
 }
 
@@ -4436,8 +4421,8 @@ static const struct test tests[] = {
 	{ "passed_on_by_spawn_dup", passed_on, BY_SPAWN_DUP, 0, false },
 	{ "passed_on_by_spawn_dup_9", passed_on, BY_SPAWN_DUP_9, 0, false },
 	{ "passed_on_after_urgent", passed_on, BY_SPAWN_DUP_URGENT, 0, false },
-	{ "spawn_beside_stream", spawn_beside_stream, 0, 0, false },
-	{ "spawn_before_first_use", spawn_before_first_use, 0, 0, false },
+	{ "spawn_beside_stream", spawn_beside_stream, true, 0, false },
+	{ "spawn_before_first_use", spawn_beside_stream, false, 0, false },
 	{ "closed_during_spawn", closed_during_spawn, 0, 0, false },
 	{ "cancelled_poll", cancelled, 1, 0, false },
 	{ "cancelled_write", cancelled_write, 0, 0, false },
