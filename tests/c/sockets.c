@@ -4218,6 +4218,26 @@ static const char *exclusive_member(size_t arg)
 	return takes(p.b, "ab");
 }
 
+/* An accepting end that sets an option which makes its connection plain greets at once. `polls`: the other end waits before it reads. */
+static const char *greets_with_option(size_t polls)
+{
+	uint64_t start = now_ms();
+
+	for (int i = 0; i < 10; i++) {
+		struct pair p;
+
+		TRY(accepted(&p));
+		ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_OOBINLINE, &(int){ 1 }, sizeof(int)), "SO_OOBINLINE: %s", strerror(errno));
+		TRY(text(p.b, "hello"));
+		if (polls)
+			ENSURE(poll(&(struct pollfd){ .fd = p.a, .events = POLLIN }, 1, LONG_MS) == 1, "nothing arrives");
+		TRY(takes(p.a, "hello"));
+	}
+	/* If each greeting waits for a delayed acknowledgement, these are 40 ms each. */
+	ENSURE(now_ms() - start < 200, "10 greetings take %llu ms", (unsigned long long)(now_ms() - start));
+	return NULL;
+}
+
 /* Options that streams do not have are refused on sockets whose connections may become streams. */
 static const char *refused_before_use(size_t arg)
 {
@@ -4464,6 +4484,8 @@ static const struct test tests[] = {
 	{ "reads_beside_waiting_writer", reads_beside_waiting_writer, 0, 0, false },
 	{ "asks_for_nothing", asks_for_nothing, 0, 0, false },
 	{ "exclusive_member", exclusive_member, 0, 0, false },
+	{ "greets_with_option", greets_with_option, 0, 0, false },
+	{ "greets_with_option_polled", greets_with_option, 1, 0, false },
 	{ "refused_before_use", refused_before_use, 0, 0, false },
 	{ "wrong_addresses", wrong_addresses, 0, 0, false },
 	{ "reset_before_use", reset_before_use, 0, 0, false },

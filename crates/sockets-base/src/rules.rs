@@ -113,9 +113,10 @@ struct For {
 
 impl Who {
     /// Returns whether all connections of the process stay plain, regardless of the rules. This holds for sshd, which passes
-    /// connections between processes and kills a child process that makes an unexpected system call.
+    /// connections between processes and kills a child process that makes an unexpected system call, and for rsync, which reads a connection
+    /// in one process and writes to it in another.
     pub fn is_left_alone(&self) -> bool {
-        let alone = ["sshd", "sshd-session", "sshd-auth"];
+        let alone = ["sshd", "sshd-session", "sshd-auth", "rsync"];
         self.names.iter().any(|name| alone.contains(&name.as_str()))
     }
 }

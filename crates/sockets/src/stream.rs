@@ -1082,6 +1082,8 @@ impl Stream {
         self.news.readable |= !bytes.is_empty();
         self.news.writable = true;
         self.flush(fd);
+        // The peer's last message is acknowledged now. Otherwise Nagle's algorithm holds back what the peer writes next.
+        let _ = sys::set_option(fd, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 1);
     }
 
     /// Handles events of the carrier: receives until there is something to report, and sends queued bytes. `wanted`: the events for

@@ -55,8 +55,7 @@ fn answer(
         args::Role::Send => Role::Send,
     };
     if who.is_left_alone() {
-        return "tcp: connections of sshd always stay plain, because it passes them between processes"
-            .to_owned();
+        return "tcp: connections of sshd and rsync always stay plain, because several processes use them".to_owned();
     }
     match policy.rule(role, who, address, || from, &Machine) {
         Some(rule) => {
@@ -140,7 +139,10 @@ mod tests {
         let listens = args::Role::Listen;
         assert!(ask("nginx", listens, "1.2.3.4:80", Some("10.0.0.1")).starts_with("off: "));
         assert!(ask("nginx", listens, "1.2.3.4:80", None).starts_with("tcp: no rule"));
-        assert!(ask("sshd", listens, "1.2.3.4:22", None).starts_with("tcp: connections of sshd"));
+        for program in ["sshd", "rsync"] {
+            let answer = ask(program, listens, "1.2.3.4:22", None);
+            assert!(answer.starts_with("tcp: connections of sshd and rsync"));
+        }
     }
 
     #[test]
