@@ -494,8 +494,8 @@ static const char *exchange_in_order(struct side *a, struct side *b, size_t few,
 	/* The time limit is for one event. All messages together take longer if datagrams are lost. */
 	uint64_t until = now_ms() + WAIT_MS;
 
-	for (size_t turn = 0; sent_until[0] < LINKED || sent_until[1] < LINKED; turn++) {
-		size_t before = sent_until[0] + sent_until[1] + received_until[0] + received_until[1];
+	for (size_t turn = 0, before = 0; before < 4 * LINKED; turn++) {
+		before = sent_until[0] + sent_until[1] + received_until[0] + received_until[1];
 
 		ENSURE(now_ms() < until, "messages sent %zu %zu, complete %zu %zu, received %zu %zu", sent[0], sent[1],
 		       sent_until[0], sent_until[1], received_until[0], received_until[1]);

@@ -140,7 +140,9 @@ pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
 /// have it: one word for a stream in each.
 pub const OWNERS: usize = 256 * 1024;
 /// The number of words that are tried to find a free one for a new stream.
-pub const OWNER_TRIES: u32 = 64;
+pub const OWNER_TRIES: u32 = 1000;
+/// The number of owners of words about which the kernel is asked meanwhile, whether they exist.
+pub const OWNER_CHECKS: u32 = 64;
 /// The number of descriptors that are checked at start for inherited sockets if `/proc` does not list the open ones.
 pub const INHERITED: i32 = 32;
 /// The longest time, in milliseconds, that a fork waits for a lock of the library, so that the child can use what it protects. Such locks are held

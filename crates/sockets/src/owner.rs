@@ -38,16 +38,21 @@ pub fn word(owner: u32) -> Option<&'static AtomicU32> {
     let mut shared = None;
     // The process that was last found to exist.
     let mut alive = me();
+    let mut checks = 0;
     for _ in 0..limits::OWNER_TRIES {
         let word = words.get(next.fetch_add(1, Ordering::Relaxed) as usize % words.len())?;
         let old = word.load(Ordering::Relaxed);
-        // A process that was killed has not given its words back.
-        let is_dead = old != NOBODY && old != alive && !exists(old);
-        if (old == FREE || is_dead) && swap(word, old, owner) {
-            return Some(word);
+        let mut is_free = old == FREE;
+        if !is_free && old != NOBODY && old != alive && checks < limits::OWNER_CHECKS {
+            checks += 1;
+            // A process that was killed has not given its words back.
+            is_free = !exists(old);
+            if !is_free {
+                alive = old;
+            }
         }
-        if old != NOBODY {
-            alive = old;
+        if is_free && swap(word, old, owner) {
+            return Some(word);
         }
         shared = Some(word);
     }

@@ -30,6 +30,8 @@ struct Notice {
     repeat_at: usize,
     /// Whether the notice waits for room in the send queue.
     waits: bool,
+    /// The number of messages that were dropped because of it.
+    dropped: u32,
 }
 
 impl Notice {
@@ -38,6 +40,7 @@ impl Notice {
             stored,
             repeat_at: stored + limits::LATE / 4,
             waits,
+            dropped: 0,
         }
     }
 }
@@ -111,8 +114,14 @@ impl Endpoint {
         }
     }
 
-    /// Counts a message of a sender that ignores the notice.
-    pub(super) fn ignored(&mut self, from: Remote) {
+    /// Counts a message of a sender that ignores the notice, which is sent again after 1, 2, 4, … such messages.
+    pub(super) fn ignored(&mut self, cx: &mut Shared, from: Remote) {
+        if let Some(notice) = self.credit.notified.get_mut(&from) {
+            notice.dropped = notice.dropped.saturating_add(1);
+            if notice.dropped.is_power_of_two() {
+                self.hold(cx, from, true);
+            }
+        }
         if !std::mem::replace(&mut self.credit.ignored, true) {
             crate::log::warn(&format!(
                 "messages of {from} are dropped: it has sent more unexpected messages than it may"

@@ -548,8 +548,10 @@ pub struct Endpoint {
     later: Vec<Remote>,
     /// When peers were last asked whether they still know the operations that wait for them.
     asked: Instant,
-    /// The operations that waited for a peer then.
+    /// The operations that waited for a peer when this was last examined: then, or half the time later.
     waited: Vec<question::Waiting>,
+    /// Whether it was examined since then.
+    has_looked: bool,
     /// The numbers of the announced messages that peers have asked about: at most [`limits::ANNOUNCED`] of each of [`limits::COUNTED`]
     /// peers.
     questions: HashMap<Remote, Vec<u32>>,
@@ -643,6 +645,7 @@ impl Endpoint {
             later: Vec::new(),
             asked: Instant::now(),
             waited: Vec::new(),
+            has_looked: false,
             questions: HashMap::new(),
             calls: 0,
             bad: 0,

@@ -426,11 +426,6 @@ impl Endpoint {
         }
         // The link has failed, and its last messages wait. The datagram was sent after them.
         if held.follows_link && self.held.has_message_on_link(from) {
-            // As below: a sender that ignores its notice must not take the receives of all peers.
-            if !self.may_store(from) && !self.notice_waits(from) {
-                self.ignored(from);
-                return true;
-            }
             return false;
         }
         let crowded = self.is_crowded();
@@ -469,7 +464,7 @@ impl Endpoint {
                 return false;
             }
             if !self.may_store(from) {
-                self.ignored(from);
+                self.ignored(cx, from);
                 return true;
             }
             let content = if announced {

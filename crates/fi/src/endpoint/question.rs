@@ -30,9 +30,15 @@ impl Endpoint {
             return;
         }
         self.calls = 0;
-        if self.asked.elapsed() < limits::ASK_AFTER {
+        let elapsed = self.asked.elapsed();
+        if elapsed < limits::ASK_AFTER {
+            if elapsed >= limits::ASK_AFTER / 2 && !self.has_looked {
+                self.has_looked = true;
+                self.waited = self.waiting();
+            }
             return;
         }
+        self.has_looked = false;
         self.asked = Instant::now();
         self.answer_questions(cx);
         let waits = |(_, op): (u32, &Op)| match op {
@@ -52,8 +58,8 @@ impl Endpoint {
                 peers.retain(|peer| peer != to);
             }
         }
-        // Only operations that have waited since the last round are in a question. The numbers of operations are used again, and the peer may
-        // answer after the operation of the question has ended.
+        // Only operations that have waited for a while are in a question. The numbers of operations are used again, and the peer may answer after
+        // the operation of the question has ended.
         let waiting = self.waiting();
         let before = std::mem::replace(&mut self.waited, waiting.clone());
         let is_old = |w: &Waiting| before.binary_search(w).is_ok();
