@@ -5,14 +5,12 @@
  * docs/mpi.md tells which test here or in fi.c stands for which of libfabric's.
  */
 #include "fi_sides.h"
+#include "network.h"
 
 #include <arpa/inet.h>
-#include <net/if.h>
 #include <netdb.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #define MODERN (FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
@@ -2548,26 +2546,6 @@ static const char *open_side_at(struct side *side, const char *node, const struc
 	OK(rc);
 	keep(close_info, got, "information");
 	return open_side_as(side, &(struct setup){ .info = got, .beside = beside });
-}
-
-/* A new network namespace, whose loopback interface has the addresses 127.0.0.1 and `other`. */
-static const char *own_network(const char *other)
-{
-	struct ifreq lo = { .ifr_name = "lo" }, second = { .ifr_name = "lo:1" };
-	struct sockaddr_in *at = (struct sockaddr_in *)&second.ifr_addr;
-	int fd;
-
-	if (unshare(CLONE_NEWNET) && unshare(CLONE_NEWUSER | CLONE_NEWNET))
-		SKIP("network namespaces are not permitted");
-	fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-	ENSURE(fd >= 0 && !ioctl(fd, SIOCGIFFLAGS, &lo), "lo: %s", strerror(errno));
-	lo.ifr_flags |= IFF_UP;
-	ENSURE(!ioctl(fd, SIOCSIFFLAGS, &lo), "lo: %s", strerror(errno));
-	at->sin_family = AF_INET;
-	inet_pton(AF_INET, other, &at->sin_addr);
-	ENSURE(!ioctl(fd, SIOCSIFADDR, &second), "%s at lo: %s", other, strerror(errno));
-	close(fd);
-	return NULL;
 }
 
 /* Two endpoints of a domain have different source addresses. Each sends from its own, also to the same host. */

@@ -8,12 +8,10 @@
  * process must complete the scenario.
  */
 #include "ends.h"
+#include "network.h"
 
-#include <arpa/inet.h>
 #include <dirent.h>
-#include <net/if.h>
 #include <rdma/rdma_cma.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -594,22 +592,6 @@ static const char *write_file(const char *path, const char *text)
 	return NULL;
 }
 
-/* A new network namespace with only a loopback interface. */
-static const char *own_network(void)
-{
-	struct ifreq lo = { .ifr_name = "lo" };
-	int fd;
-
-	if (unshare(CLONE_NEWNET) && unshare(CLONE_NEWUSER | CLONE_NEWNET))
-		SKIP("network namespaces are not permitted");
-	fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-	ENSURE(fd >= 0 && !ioctl(fd, SIOCGIFFLAGS, &lo), "lo: %s", strerror(errno));
-	lo.ifr_flags |= IFF_UP;
-	ENSURE(!ioctl(fd, SIOCSIFFLAGS, &lo), "lo: %s", strerror(errno));
-	close(fd);
-	return NULL;
-}
-
 #define RANGE "/proc/sys/net/ipv4/ip_local_port_range"
 
 /* Runs the scenario with 0 to 16 free ports. Sockets of the test occupy the other ports of the range. */
@@ -618,7 +600,7 @@ static const char *few_ports(size_t arg)
 	unsigned long too_little = 0, enough = 0;
 
 	(void)arg;
-	TRY(own_network());
+	TRY(own_network(NULL));
 	own_memory();
 	TRY(write_file(RANGE, "42000 42015"));
 	for (int free_ports = 0; free_ports <= 16; free_ports += free_ports < 6 ? 1 : 5) {

@@ -156,8 +156,9 @@ impl Held {
     }
 }
 
-/// Called before a fork. Waits until no other thread holds the locks, for `HELD` at most [`limits::FORK_WAIT`]: in the
-/// child nobody would release a lock of another thread, and inherited names could not be closed.
+/// Called before a fork. Waits until no other thread holds the locks, for `HELD` at most [`limits::FORK_WAIT`]. A lock that another thread
+/// holds during the fork stays locked in the child, because the child does not have that thread. The child could then not close the names
+/// that it inherits.
 pub fn stop() -> Stop {
     let until = Instant::now() + Duration::from_millis(limits::FORK_WAIT);
     let mut held = HELD.try_lock();
