@@ -241,9 +241,8 @@ impl Tcp {
         self.shm.as_ref().and_then(Shm::name)
     }
 
-    /// Whether the peer's stream goes through shared memory, for the fuzzer.
-    #[cfg(any(test, fuzzing))]
-    pub(super) fn receives_by_memory(&self) -> bool {
+    /// Whether the peer's stream goes through shared memory.
+    pub(crate) fn receives_by_memory(&self) -> bool {
         self.rx_shm
     }
 

@@ -846,6 +846,13 @@ impl Source for RcQp {
     }
 
     fn try_recv_hot(self: Arc<Self>, now: Instant) -> Option<bool> {
+        // The socket of a stream that arrives in shared memory only receives wake-ups. If it were tried first, the messages in the memory would
+        // be received here, and count as data of a socket. Sockets with data are checked often, by system calls.
+        let arrives_in_memory =
+            |inner: &Inner| inner.tcp.as_ref().is_some_and(Tcp::receives_by_memory);
+        if self.engine.has_memories() && arrives_in_memory(&self.lock()) {
+            return None;
+        }
         Some(self.receive(Receive::All, now))
     }
 

@@ -37,6 +37,7 @@ use crate::net::shm;
 use crate::net::tcp::Tcp;
 use crate::net::tcp::tests::{fill, shared};
 use crate::net::trunk::{Member, Trunk};
+use crate::reactor::Source as _;
 use crate::sys::Io;
 
 /// Bytes of an FPDU without payload.
@@ -525,6 +526,38 @@ fn a_connection_that_is_closed_ends_although_its_peer_reads_nothing() {
     wait_for("the end", || ends.count() > 0);
     assert_eq!(end.qp.raw_fd(), None);
     regions.deregister(&region).unwrap();
+}
+
+#[test]
+fn a_socket_that_only_receives_wake_ups_is_not_tried_first() {
+    let tries = |memory: bool| {
+        let end = End::new();
+        let (one, _other) = shm::tests::pair();
+        let (ours, _peer) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let tcp = if memory {
+            shared(ours.into(), one)
+        } else {
+            Tcp::new(
+                EngineFd::new(ours.into()),
+                None,
+                Vec::new(),
+                Framing::Aligned,
+            )
+        };
+        end.qp.set_state(State::Rts);
+        let now = clock::now();
+        end.qp
+            .with(|inner| end.qp.start(inner, tcp, config(false), now));
+        if let Some(watch) = end.qp.lock().tcp.as_ref().and_then(Tcp::watch) {
+            end.qp
+                .engine
+                .add_memory(Arc::clone(watch) as _, end.qp.me.clone());
+        }
+        Arc::clone(&end.qp).try_recv_hot(now)
+    };
+    assert_eq!(tries(true), None);
+    assert_eq!(tries(false), Some(false));
 }
 
 #[test]

@@ -669,7 +669,7 @@ impl Reactor {
     // ------------------------------------------------------------------ polled memory
 
     #[inline]
-    fn has_memories(&self) -> bool {
+    pub(crate) fn has_memories(&self) -> bool {
         self.memory_count.load(Ordering::Relaxed) > 0
     }
 
