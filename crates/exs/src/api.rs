@@ -1,11 +1,10 @@
 //! The C functions of `<exs.h>`. They check their arguments and start operations of the sockets.
 
-use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
 use crate::memory::{self, Device, FileMap, Keys, Memory, Use, Used};
 use crate::op::{Keep, Op};
 use crate::queue::{self, Event, Queue, Wait};
-use crate::socket::{self, PollCall, Settings, Socket, Timeout};
+use crate::socket::{self, Begin, PollCall, Settings, Socket, Timeout};
 use crate::wire::{MAX_LENGTH, MAX_SEGMENTS, Segment, Segments};
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void, sockaddr, socklen_t};
@@ -222,7 +221,6 @@ fn plain(kind: c_int, queue: &Arc<Queue>, ahandle: isize, user: u64) -> Op {
         flags: 0,
         offset: 0,
         segments: Segments::new(),
-        remote: Segments::new(),
         keep: SmallVec::new(),
         bounce: None,
         deadline: None,
@@ -439,7 +437,8 @@ struct FilePart {
     offset: i64,
 }
 
-/// Finds the keys of the memory of a transfer. Memory without a key is registered, or copied if that is faster.
+/// Finds the keys of the memory of a transfer. Memory without a key is registered, or copied if that is faster. Adds the memory with local keys
+/// to the operation, and returns it with the keys for the peer.
 fn resolve(
     library: &Library,
     socket: &Socket,
@@ -447,8 +446,9 @@ fn resolve(
     what: Use,
     persistent: bool,
     op: &mut Op,
-) -> Answer {
+) -> Answer<Segments> {
     let (device, immediate) = socket.device()?;
+    let mut remote = Segments::new();
     if let [(v, None)] = vec
         && v.handle != UNREGISTERED
     {
@@ -456,8 +456,8 @@ fn resolve(
         require(v.len as u64 <= MAX_LENGTH, libc::EMSGSIZE)?;
         let keys = registered(library, device, v, what, op)?;
         let addr = v.base.expose_provenance() as u64;
-        add_segment(op, addr, v.len, (keys.lkey, keys.rkey));
-        return Ok(());
+        add_segment(op, &mut remote, addr, v.len, (keys.lkey, keys.rkey));
+        return Ok(remote);
     }
     require(vec.len() <= MAX_SEGMENTS, libc::EMSGSIZE)?;
     let total = vec
@@ -530,9 +530,9 @@ fn resolve(
                 op.keep.push(Keep::Own { _region: region });
             }
         }
-        add_segment(op, addr, v.len, (lkey, rkey));
+        add_segment(op, &mut remote, addr, v.len, (lkey, rkey));
     }
-    Ok(())
+    Ok(remote)
 }
 
 /// Returns the keys of memory that the program has registered, and keeps it registered until the operation ends.
@@ -557,14 +557,20 @@ fn registered(
 }
 
 /// Adds memory to an operation. The caller has checked that the length is at most [`MAX_LENGTH`].
-fn add_segment(op: &mut Op, addr: u64, len: usize, (lkey, rkey): (u32, u32)) {
+fn add_segment(
+    op: &mut Op,
+    remote: &mut Segments,
+    addr: u64,
+    len: usize,
+    (lkey, rkey): (u32, u32),
+) {
     let segment = |stag| Segment {
         addr,
         stag,
         len: u32::try_from(len).unwrap_or(0),
     };
     op.segments.push(segment(lkey));
-    op.remote.push(segment(rkey));
+    remote.push(segment(rkey));
 }
 
 /// The kind of a transfer.
@@ -624,24 +630,19 @@ fn begin_transfer(
         (false, true) => Use::Target,
         (false, false) => Use::Sink,
     };
-    if let Err(errno) = resolve(library, socket, vec, what, persistent, &mut op) {
-        queue.release(places);
-        return Err(errno);
-    }
-    let offset = transfer.has_offset.then_some(transfer.offset);
-    let sending = sends(transfer.kind);
-    let start = |flow: &mut Flow, id: OpId, op: &mut Op, out: &mut Vec<Action>| {
-        if sending {
-            require(!flow.is_shut(), libc::EPIPE)?;
-            flow.send(Socket::send(op, id), out);
-        } else {
-            // A PLACE tells the peer where the memory of a persistent receive is, and no PLACE may follow the FIN of this end.
-            require(!persistent || !flow.is_shut(), libc::EPIPE)?;
-            flow.recv(Socket::recv(op, id, offset), out);
+    let remote = match resolve(library, socket, vec, what, persistent, &mut op) {
+        Ok(remote) => remote,
+        Err(errno) => {
+            queue.release(places);
+            return Err(errno);
         }
-        Ok(())
     };
-    refused(queue, places, socket.start(op, start))
+    let begin = if sends(transfer.kind) {
+        Begin::Send(remote)
+    } else {
+        Begin::Recv(remote, transfer.has_offset.then_some(transfer.offset))
+    };
+    refused(queue, places, socket.start(op, begin))
 }
 
 fn one(buf: *const c_void, len: usize, handle: c_int) -> [(IoVec, Option<FilePart>); 1] {
@@ -971,12 +972,7 @@ pub(crate) unsafe extern "C" fn exs_shutdown(
         require(how == 1, libc::EINVAL)?;
         let (socket, queue) = begin(fd, q, 1)?;
         let op = plain(socket::EVT_SHUTDOWN, &queue, ahandle, 0);
-        let start = |flow: &mut Flow, id: OpId, _: &mut Op, out: &mut Vec<Action>| {
-            require(!flow.is_shut(), libc::EPIPE)?;
-            flow.shutdown(id, out);
-            Ok(())
-        };
-        refused(&queue, 1, socket.start(op, start))
+        refused(&queue, 1, socket.start(op, Begin::Shutdown))
     };
     done(start())
 }

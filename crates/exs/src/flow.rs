@@ -19,6 +19,10 @@ use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
+mod short;
+
+pub(crate) use short::Delivery;
+
 /// The most control messages (cancels, notifications, the end of the direction) in flight. A *credit* permits an end to send one more message before the peer has
 /// answered the earlier ones. Control messages have credits of their own, because they are answered as soon as they arrive.
 pub(crate) const CONTROLS: u32 = 4;
@@ -34,6 +38,7 @@ pub(crate) type Slot = usize;
 
 /// A send of the program.
 #[derive(Debug, Clone)]
+#[cfg_attr(any(test, fuzzing), derive(PartialEq))]
 pub(crate) struct Send {
     pub(crate) id: OpId,
     pub(crate) segments: Segments,
@@ -45,6 +50,7 @@ pub(crate) struct Send {
 
 /// A receive of the program.
 #[derive(Debug, Clone)]
+#[cfg_attr(any(test, fuzzing), derive(PartialEq))]
 pub(crate) struct Recv {
     pub(crate) id: OpId,
     pub(crate) segments: Segments,
@@ -120,6 +126,7 @@ pub(crate) enum Action {
 }
 
 #[derive(Debug)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 struct Advert {
     seq: u32,
     segments: Segments,
@@ -130,6 +137,7 @@ struct Advert {
 }
 
 #[derive(Debug)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 struct Move {
     number: u64,
     recv: OpId,
@@ -145,6 +153,7 @@ struct Move {
 }
 
 #[derive(Debug)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 struct Waiting {
     recv: Recv,
     len: u64,
@@ -160,7 +169,23 @@ struct Waiting {
     ended: Option<Outcome>,
 }
 
+impl Waiting {
+    fn new(recv: Recv, ended: Option<Outcome>) -> Self {
+        Self {
+            len: total(&recv.segments),
+            recv,
+            asked: 0,
+            got: 0,
+            cancelled: false,
+            ready: None,
+            unbinding: None,
+            ended,
+        }
+    }
+}
+
 #[derive(Debug)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 struct Sent {
     seq: u32,
     op: Option<OpId>,
@@ -183,6 +208,7 @@ enum Kind {
 
 /// What an end that sends data knows of the receives that the peer has advertised ([`Message::Ready`]).
 #[derive(Debug, Default)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 struct Targets {
     /// The receives for the next sends.
     waiting: VecDeque<Target>,
@@ -194,6 +220,7 @@ struct Targets {
 
 /// A receive of the peer.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(any(test, fuzzing), derive(PartialEq))]
 struct Target {
     /// The number of the message that has advertised it.
     number: u32,
@@ -204,6 +231,7 @@ struct Target {
 
 /// When an end that receives data advertises its receives ([`Message::Ready`]).
 #[derive(Debug)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 struct Ahead {
     /// Whether both ends may advertise receives.
     understood: bool,
@@ -255,6 +283,7 @@ const RANDOM: bool = cfg!(any(test, fuzzing));
 
 /// The buffer of a stream, for bytes that arrive before their receive.
 #[derive(Debug)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 struct Buffer {
     size: u64,
     /// Positions in the stream: of the first byte that no receive has taken, of the end of the received bytes in the buffer,
@@ -266,6 +295,7 @@ struct Buffer {
 
 /// One end of a connection.
 #[derive(Debug)]
+#[cfg_attr(any(test, fuzzing), derive(Clone, PartialEq))]
 pub(crate) struct Flow {
     stream: bool,
     /// Advertisements that may still be sent.
@@ -487,6 +517,10 @@ impl Flow {
     }
 
     pub(crate) fn recv(&mut self, recv: Recv, out: &mut Vec<Action>) {
+        if !recv.persistent && self.is_quiet() {
+            self.recvs.push_back(Waiting::new(recv, None));
+            return;
+        }
         let len = total(&recv.segments);
         let ended = if self.standing.is_some() || recv.persistent && self.persistent.is_some() {
             Some(Outcome::BothPersistent)
@@ -500,16 +534,7 @@ impl Flow {
         if recv.persistent && ended.is_none() {
             self.standing = Some((recv, None));
         } else {
-            self.recvs.push_back(Waiting {
-                recv,
-                len,
-                asked: 0,
-                got: 0,
-                cancelled: false,
-                ready: None,
-                unbinding: None,
-                ended,
-            });
+            self.recvs.push_back(Waiting::new(recv, ended));
         }
         self.progress(out);
     }
@@ -1175,6 +1200,18 @@ impl Flow {
         } else {
             self.place_ends.push_back((seq, self.writes.len(), status));
         }
+    }
+
+    /// Returns whether [`Flow::is_quiet`] is right.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn checks_quiet(&self) -> bool {
+        if !self.is_quiet() {
+            return true;
+        }
+        let mut after = self.clone();
+        let mut out = Vec::new();
+        after.progress(&mut out);
+        out.is_empty() && after == *self
     }
 
     fn progress(&mut self, out: &mut Vec<Action>) {

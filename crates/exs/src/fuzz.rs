@@ -10,7 +10,9 @@
     reason = "a violated invariant is a panic"
 )]
 
-use crate::flow::{self, Action, BUFFER, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
+use crate::flow::{
+    self, Action, BUFFER, CONTROLS, Delivery, Flow, OpId, Outcome, Recv, Send, Slot,
+};
 use crate::wire::{HEADER_LENGTH, Hello, Message, Segment, Segments, Status};
 use smallvec::smallvec;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -90,6 +92,27 @@ struct End {
 /// Returns the address of a call's memory. The STag is the number of the call.
 fn address(call: OpId) -> u64 {
     call << 32
+}
+
+/// Returns what the general path does in place of a delivery of the short one.
+fn as_actions(delivery: &Delivery, slot: Slot) -> Vec<Action> {
+    let &Delivery { sent, recv, len } = delivery;
+    let done = |op, len| Action::Complete {
+        op,
+        outcome: Outcome::Done,
+        len,
+    };
+    let mut actions: Vec<_> = sent.map(|(op, len)| done(op, len)).into_iter().collect();
+    actions.push(Action::Copy {
+        to: recv,
+        at: 0,
+        slot,
+        skip: 0,
+        len,
+    });
+    actions.push(done(recv, len));
+    actions.push(Action::Release(slot));
+    actions
 }
 
 impl End {
@@ -173,8 +196,17 @@ impl End {
             offset,
         };
         self.calls.get_mut(&id).unwrap().persistent = send.persistent;
+        let may_be_short = !send.persistent && send.offset.is_none() && send.segments.len() == 1;
+        let mut short = self.flow.clone();
+        let sent = may_be_short
+            .then(|| short.send_short(id, len.into()))
+            .flatten();
         let mut out = Vec::new();
         self.flow.send(send, &mut out);
+        if let Some(message) = sent {
+            assert_eq!(out, [Action::Message(message, Some(id))]);
+            self.is_same(&short);
+        }
         self.perform(out);
     }
 
@@ -199,6 +231,13 @@ impl End {
         let mut out = Vec::new();
         self.flow.recv(recv, &mut out);
         self.perform(out);
+    }
+
+    /// Checks that a short path has had the effect of the general one.
+    fn is_same(&self, short: &Flow) {
+        assert_eq!(*short, self.flow);
+        #[cfg(test)]
+        tests::SHORT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
 
     fn cancel(&mut self, id: OpId) {
@@ -257,8 +296,15 @@ impl End {
         if let Some(acked) = message.acks() {
             self.unanswered.remove(&acked.get());
         }
+        let mut short = self.flow.clone();
+        let delivery = short.arrived_short(&message);
         let mut out = Vec::new();
         let good = self.flow.arrived(message, slot, &mut out).is_ok();
+        if let Some(delivery) = delivery {
+            assert!(good);
+            assert_eq!(out, as_actions(&delivery, slot));
+            self.is_same(&short);
+        }
         if good {
             // The Write has preceded the message.
             if let Some(memory) = written {
@@ -328,6 +374,8 @@ impl End {
 
     /// Performs the actions of the state machine, and checks that each is permitted.
     fn perform(&mut self, actions: Vec<Action>) {
+        // The short paths rely on this.
+        assert!(self.flow.checks_quiet());
         for action in actions {
             match action {
                 Action::Message(message, data) => self.say(message, data),
@@ -802,6 +850,11 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+    /// The number of calls and messages for which a short path was compared with the general one.
+    pub(super) static SHORT: AtomicU64 = AtomicU64::new(0);
+
     #[test]
     fn every_input_of_the_corpus() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/exs");
@@ -842,22 +895,38 @@ mod tests {
     /// Two programs exchange messages, most of which fit into receives that were posted before, so that receives are advertised and used.
     #[test]
     fn random_conversations() {
-        let mut random = Random(2);
+        converse(&mut Random(2), 0);
+    }
+
+    /// The same with immediate data.
+    #[test]
+    fn random_conversations_with_immediate_data() {
+        converse(&mut Random(3), 127);
+        let short = SHORT.load(Relaxed);
+        assert!(
+            short > 10_000,
+            "{short} calls and messages have taken the short path"
+        );
+    }
+
+    /// `immediate`: the length of the longest immediate data. Most sends have data of this kind, if there is any.
+    fn converse(random: &mut Random, immediate: u8) {
+        let shift = if immediate > 0 { 0 } else { 3 };
         for round in 0..5_000 {
-            // Two ends, messages, no immediate data. Windows, held acknowledgements and the order of cancelled calls are at random.
+            // Two ends, messages. Windows, held acknowledgements and the order of cancelled calls are at random.
             let mut bytes = vec![
-                random.byte() & 0xb8 | 1,
+                random.byte() & 0xb8 | 1 | u8::from(immediate > 0) << 2,
                 random.byte(),
-                0,
+                immediate,
                 random.byte(),
-                0,
+                immediate,
                 0,
             ];
             for _ in 0..round % 400 {
                 let end = random.byte() & 1;
                 let call = match random.byte() {
                     0..80 => [end | 1 << 1 | 3 << 6, random.byte(), 4],
-                    80..150 => [end | 3 << 6, random.byte() & 0x7f, 0],
+                    80..150 => [end | shift << 6, random.byte() & 0x7f, 0],
                     150..153 => [end | 2 << 1, 0, random.byte()],
                     153 => [end | 1 << 1, random.byte(), random.byte()],
                     154 => [end, random.byte(), random.byte()],

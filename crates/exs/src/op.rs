@@ -43,8 +43,6 @@ pub(crate) struct Op {
     pub(crate) offset: u64,
     /// The memory with local keys.
     pub(crate) segments: Segments,
-    /// The memory with the keys for the peer, until the operation starts.
-    pub(crate) remote: Segments,
     pub(crate) keep: SmallVec<[Keep; 1]>,
     /// The memory of the program into which a pooled buffer is copied after the receive.
     pub(crate) bounce: Option<u64>,

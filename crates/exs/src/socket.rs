@@ -1,7 +1,7 @@
 //! A socket: the connection, its message buffers, and the program's operations.
 
 use crate::ffi;
-use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
+use crate::flow::{self, Action, CONTROLS, Delivery, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
 use crate::lock::lock;
 use crate::memory::{Device, Use, register, zeroed};
@@ -128,6 +128,17 @@ impl Settings {
         linger: Duration::from_secs(10),
         ordered: true,
     };
+}
+
+/// What [`Socket::start`] starts.
+#[derive(Debug)]
+pub(crate) enum Begin {
+    /// A send of this memory, with the keys for the peer.
+    Send(Segments),
+    /// A receive into this memory, with the keys for the peer, and its offset in the peer's persistent send.
+    Recv(Segments, Option<u64>),
+    /// The end of the direction to the peer.
+    Shutdown,
 }
 
 /// A call of exs_poll, which all its sockets share. The first ready socket reports it.
@@ -325,7 +336,7 @@ pub(crate) struct Socket {
 
 /// The lengths in bytes up to which messages are passed to the device inline. They are tried in this order, because a device that
 /// does not support a length refuses to create the queue pair.
-const INLINE: [u32; 3] = [64, 32, 0];
+const INLINE: [u32; 4] = [128, 64, 32, 0];
 
 /// The length in bytes up to which immediate data is copied to the message buffer although it is registered: a copy takes less time
 /// than a second segment of the work request.
@@ -622,73 +633,90 @@ impl Socket {
         }
     }
 
-    /// Starts a transfer or a shutdown: `begin` passes it to the flow.
-    pub(crate) fn start(
-        &self,
-        mut op: Op,
-        begin: impl FnOnce(&mut Flow, OpId, &mut Op, &mut Vec<Action>) -> Result<(), c_int>,
-    ) -> Result<(), c_int> {
+    /// Starts a transfer or a shutdown.
+    pub(crate) fn start(&self, mut op: Op, begin: Begin) -> Result<(), c_int> {
         let mut inner = self.lock();
+        let inner = &mut *inner;
+        let persistent = op.flags & 1 != 0;
         // After the end of the connection a receive still gets the buffered data, and then the end of the data.
-        let reads_end = matches!(op.kind, EVT_RECV | EVT_RECVMSG) && inner.is_at_end();
-        let refused = match inner.state {
-            State::Connected if inner.ops.len() >= MAX_OPS => Some(libc::EAGAIN),
-            State::Connected => None,
-            State::Ended(_) if reads_end && op.flags & 1 == 0 => None,
-            State::Ended(_) => Some(libc::ECONNRESET),
-            _ => Some(libc::ENOTCONN),
-        };
-        if let Some(errno) = refused {
-            return Err(errno);
+        let reads_end = || matches!(begin, Begin::Recv(..)) && !persistent && inner.is_at_end();
+        match inner.state {
+            State::Connected if inner.ops.len() >= MAX_OPS => return Err(libc::EAGAIN),
+            State::Connected => {}
+            State::Ended(_) if reads_end() => {}
+            State::Ended(_) => return Err(libc::ECONNRESET),
+            _ => return Err(libc::ENOTCONN),
         }
-        let mut actions = inner.take_actions();
+        let flow = inner.flow.as_mut().ok_or(libc::ENOTCONN)?;
+        // A message tells the peer where the memory of a persistent receive is, and none may follow the end of this direction.
+        let needs_direction = persistent || !matches!(begin, Begin::Recv(..));
+        if needs_direction && flow.is_shut() {
+            return Err(libc::EPIPE);
+        }
         let id = inner.next_op;
-        // The end of an advertised receive requires an answer of the peer, so a receive with a deadline is not advertised.
-        if inner.settings.recv_timeout.after.is_some() {
-            op.mr = None;
-        }
-        let begun = match &mut inner.flow {
-            Some(flow) => begin(flow, id, &mut op, &mut actions),
-            None => Err(libc::ENOTCONN),
+        inner.next_op += 1;
+        op.deadline = match begin {
+            Begin::Send(_) if !persistent => inner.settings.send_timeout.take(),
+            Begin::Recv(..) if !persistent => {
+                // The end of an advertised receive requires an answer of the peer, so a receive with a deadline is not advertised.
+                if inner.settings.recv_timeout.after.is_some() {
+                    op.mr = None;
+                }
+                inner.settings.recv_timeout.take()
+            }
+            _ => None,
         };
-        begun?;
-        if op.flags & 1 == 0 {
-            op.deadline = match op.kind {
-                _ if op.is_send() => inner.settings.send_timeout.take(),
-                EVT_RECV | EVT_RECVMSG => inner.settings.recv_timeout.take(),
-                _ => None,
-            };
-        }
         let deadline = op.deadline;
-        inner.add(op);
-        self.perform(&mut inner, actions);
-        if inner.state != State::Connected {
-            // A receive that waits for more bytes than are buffered ends now, because no more arrive.
-            self.report(&mut inner, id, libc::ECONNRESET, 0, 0);
+        if matches!(begin, Begin::Send(_))
+            && op.flags == 0
+            && op.offset == 0
+            && let [segment] = op.segments.as_slice()
+            && let Some(message) = flow.send_short(id, segment.len.into())
+        {
+            inner.ops.push(id, op);
+            let extras = Extras {
+                data: Some(id),
+                ..Extras::default()
+            };
+            if let Err(errno) = inner.message(&message, extras, None) {
+                self.end(inner, errno);
+            }
+            self.answer_polls(inner);
+        } else {
+            let mut actions = std::mem::take(&mut inner.actions);
+            match begin {
+                Begin::Send(segments) => {
+                    let send = Send {
+                        id,
+                        segments,
+                        persistent,
+                        notify: op.flags & 2 != 0,
+                        offset: (op.offset != 0).then_some(op.offset),
+                    };
+                    flow.send(send, &mut actions);
+                }
+                Begin::Recv(segments, offset) => {
+                    let recv = Recv {
+                        id,
+                        segments,
+                        persistent,
+                        wait_all: op.flags & 4 != 0,
+                        offset,
+                        may_be_ready: op.mr.is_some(),
+                    };
+                    flow.recv(recv, &mut actions);
+                }
+                Begin::Shutdown => flow.shutdown(id, &mut actions),
+            }
+            inner.ops.push(id, op);
+            self.perform(inner, actions);
+            if inner.state != State::Connected {
+                // A receive that waits for more bytes than are buffered ends now, because no more arrive.
+                self.report(inner, id, libc::ECONNRESET, 0, 0);
+            }
         }
-        self.set_alarm(&mut inner, deadline);
+        self.set_alarm(inner, deadline);
         Ok(())
-    }
-
-    pub(crate) fn send(op: &mut Op, id: OpId) -> Send {
-        Send {
-            id,
-            segments: std::mem::take(&mut op.remote),
-            persistent: op.flags & 1 != 0,
-            notify: op.flags & 2 != 0,
-            offset: (op.offset != 0).then_some(op.offset),
-        }
-    }
-
-    pub(crate) fn recv(op: &mut Op, id: OpId, offset: Option<u64>) -> Recv {
-        Recv {
-            id,
-            segments: std::mem::take(&mut op.remote),
-            persistent: op.flags & 1 != 0,
-            wait_all: op.flags & 4 != 0,
-            offset,
-            may_be_ready: op.mr.is_some(),
-        }
     }
 
     /// Requests the end of all operations, or of those with the handle `ahandle`. Returns their number.
@@ -951,6 +979,9 @@ impl Socket {
                 let Some(completion) = done.copied() else {
                     break;
                 };
+                if actions.is_empty() && self.deliver(inner, &completion) {
+                    continue;
+                }
                 let handled = match completion.status {
                     ffi::IBV_WC_SUCCESS => inner.completed(&completion, &mut actions),
                     // The peer sent a message longer than permitted, or advertised memory that it does not have.
@@ -976,6 +1007,48 @@ impl Socket {
             self.check_drained(inner);
         }
         count
+    }
+
+    /// Handles a message with immediate data for the first receive if nothing else is in progress. Otherwise changes nothing and returns false.
+    fn deliver(&self, inner: &mut Inner, done: &ffi::ibv_wc) -> bool {
+        if done.status != ffi::IBV_WC_SUCCESS || done.wr_id & KIND != RECEIVED {
+            return false;
+        }
+        let (Some(link), Some(flow)) = (&mut inner.link, &mut inner.flow) else {
+            return false;
+        };
+        let slot = usize::try_from(done.wr_id & !KIND).unwrap_or(usize::MAX);
+        let Some(bytes) = link
+            .buffer(slot)
+            .and_then(|b| b.get(..done.byte_len as usize))
+            .filter(|bytes| Message::is_immediate(bytes))
+        else {
+            return false;
+        };
+        let message = Message::read(bytes);
+        let Some(Delivery { sent, recv, len }) = message.ok().and_then(|m| flow.arrived_short(&m))
+        else {
+            return false;
+        };
+        if let Some(local) = inner.ops.get(recv).and_then(|op| op.segments.first())
+            && let Some(data) = bytes.get(HEADER_LENGTH..)
+        {
+            // SAFETY: the program does not access this memory until the event. The flow has checked that the data fits.
+            unsafe {
+                std::ptr::copy_nonoverlapping(data.as_ptr(), program(local.addr), data.len());
+            }
+        }
+        COPIED.fetch_add(len, Relaxed);
+        let released = link.release(slot);
+        if let Some((send, len)) = sent {
+            self.report(inner, send, 0, len, 0);
+        }
+        self.report(inner, recv, 0, len, 0);
+        if let Err(errno) = released {
+            self.end(inner, errno);
+        }
+        self.answer_polls(inner);
+        true
     }
 
     fn perform(&self, inner: &mut Inner, mut actions: Vec<Action>) {
@@ -1461,6 +1534,15 @@ impl Link {
         }
     }
 
+    /// Returns the flag of a request with `length` bytes that the device can copy when the request is posted, and 0 for a longer one.
+    fn inline_flag(&self, length: usize) -> u32 {
+        if length <= self.inline {
+            ffi::IBV_SEND_INLINE
+        } else {
+            0
+        }
+    }
+
     /// Sends the message of `length` bytes in the buffer `slot`, after the request `before`.
     fn post_message(
         &mut self,
@@ -1479,9 +1561,7 @@ impl Link {
         } else {
             self.unsignaled += 1;
         }
-        if length <= self.inline {
-            flags |= ffi::IBV_SEND_INLINE;
-        }
+        flags |= self.inline_flag(length);
         self.sending.push_back(slot);
         let id = SENT | slot as u64;
         let mut wr = request(id, ffi::IBV_WR_SEND, sges, (0, 0), flags);
@@ -2128,12 +2208,13 @@ impl Inner {
                     } else {
                         &mut sge[..]
                     };
+                    let inline = link.inline_flag(local.len as usize);
                     link.post_send(
                         WRITTEN | send,
                         ffi::IBV_WR_RDMA_WRITE,
                         sges,
                         (target, to.stag),
-                        ffi::IBV_SEND_SIGNALED,
+                        ffi::IBV_SEND_SIGNALED | inline,
                     )?;
                     target = target.wrapping_add(u64::from(local.len));
                     pieces += 1;

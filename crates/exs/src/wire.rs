@@ -329,6 +329,11 @@ impl Message {
         length
     }
 
+    /// Returns whether the bytes begin like those of [`Message::Immediate`].
+    pub(crate) fn is_immediate(bytes: &[u8]) -> bool {
+        matches!(bytes, [ADVERT, flags, ..] if flags & IMMEDIATE_FLAG != 0)
+    }
+
     /// Parses a message. Immediate data begins after [`HEADER_LENGTH`] bytes.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, Bad> {
         let mut from = Reader(bytes);

@@ -6,6 +6,8 @@
 //! thread handles the sockets in place of the device's thread), runs deadlines, and checks the sockets if a check is due. The others only
 //! look at the memory. If polls follow each other slowly, each of them makes a turn, because the lease would end otherwise.
 
+use std::ops::RangeInclusive;
+
 use crate::sync::{AtomicU64, Ordering};
 
 /// One of this number of idle polls of a busy loop makes a turn. The numbers of polls after which the sockets are
@@ -14,8 +16,10 @@ const TURN_EACH: u64 = 4;
 /// The longest time between two turns of a busy loop, in nanoseconds.
 const CLOSE: u64 = 2_000;
 /// While shared memory is polled and the sockets have nothing to receive, the time between two checks of the sockets, in
-/// nanoseconds. A check is a system call, and a message that arrives in memory meanwhile is received only after it.
-const SOCKETS_EACH: u64 = 5_000;
+/// nanoseconds: a fraction of the time since a socket had something, within these limits. A check is a system call, and a message that
+/// arrives in memory meanwhile is received only after it. A message that arrives at a socket waits for the next check.
+const SOCKETS_EACH: RangeInclusive<u64> = 5_000..=20_000;
+const SOCKETS_FRACTION: u64 = 256;
 /// How long the sockets are checked more often after one of them had something to receive, in nanoseconds.
 const SOCKETS_BUSY: u64 = 1_000_000;
 
@@ -48,7 +52,9 @@ impl Turns {
     #[inline]
     pub(super) fn sockets_are_due(&self, now: u64) -> bool {
         let since = |time: &AtomicU64| now.saturating_sub(time.load(Ordering::Relaxed));
-        since(&self.checked_sockets) >= SOCKETS_EACH || since(&self.found_in_sockets) < SOCKETS_BUSY
+        let quiet = since(&self.found_in_sockets);
+        let each = (quiet / SOCKETS_FRACTION).clamp(*SOCKETS_EACH.start(), *SOCKETS_EACH.end());
+        quiet < SOCKETS_BUSY || since(&self.checked_sockets) >= each
     }
 
     /// Whether the sockets have to be checked at `now`, however few polls there were.
@@ -116,10 +122,12 @@ mod tests {
             due.count()
         };
         let start = 10 * SOCKETS_BUSY;
-        assert_eq!(checks(start, false), 400);
+        // One each 20 µs, because no socket had anything for long.
+        assert_eq!(checks(start, false), 100);
         assert_eq!(checks(start + 2 * SOCKETS_BUSY, true), 4_000);
-        // In the first half of this time, the last socket that had something is less than `SOCKETS_BUSY` ago.
-        assert_eq!(checks(start + 4 * SOCKETS_BUSY, false), 2_000 - 1 + 200);
+        // In the first half of this time, the last socket that had something is less than `SOCKETS_BUSY` ago. In the second half the
+        // time between two checks grows from 5 to 8 µs.
+        assert_eq!(checks(start + 4 * SOCKETS_BUSY, false), 2_000 - 1 + 165);
         let last = start + 6 * SOCKETS_BUSY;
         turns.on_sockets(false, last);
         assert!(!turns.sockets_are_late(last + SOCKETS_LATE - 1));
