@@ -18,8 +18,10 @@ const MISSES_MAX: usize = 256;
 pub(super) const DISARM_AFTER_HITS: usize = 64;
 /// While receives on the hot socket succeed, one poll out of this number checks all sockets.
 const POLL_ALL_EACH_HIT: u64 = 16;
-/// While receives on the hot socket find nothing, one poll out of this number checks all sockets.
-const POLL_ALL_EACH_MISS: u64 = 4;
+/// While receives on the hot socket find nothing, one poll out of this number checks all sockets: the first number until this socket has had
+/// [`STEADY_HITS`] receives with success since another one had something, and then the second.
+const POLL_ALL_EACH_MISS: [u64; 2] = [4, 16];
+pub(super) const STEADY_HITS: usize = 16;
 
 /// The result of a receive on the hot socket.
 #[derive(Debug, Clone, Copy)]
@@ -87,9 +89,15 @@ impl HotSocket {
                 if misses >= MISSES_MAX {
                     self.set(sources, Token::NONE);
                 }
+                let [each, each_if_steady] = POLL_ALL_EACH_MISS;
+                let each = if self.hits.load(Ordering::Relaxed) < STEADY_HITS {
+                    each
+                } else {
+                    each_if_steady
+                };
                 Tried {
                     found: false,
-                    poll_all: misses >= MISSES_MAX || nth.is_multiple_of(POLL_ALL_EACH_MISS),
+                    poll_all: misses >= MISSES_MAX || nth.is_multiple_of(each),
                 }
             }
             None => {

@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, Weak};
 
-use super::hot::DISARM_AFTER_HITS;
+use super::hot::{DISARM_AFTER_HITS, STEADY_HITS};
 use super::worker::{AckHold, HOLD_FOR, ROUNDS_MAX, SpinBudget};
 use super::*;
 
@@ -94,6 +94,12 @@ fn reactor() -> &'static Reactor {
 /// A reactor without a thread, a source, and the other end of its socket.
 fn idle() -> (&'static Reactor, Arc<Bytes>, UnixStream) {
     let reactor = reactor();
+    let (bytes, theirs) = add_source(reactor);
+    (reactor, bytes, theirs)
+}
+
+/// Adds a source. Returns it and the other end of its socket.
+fn add_source(reactor: &'static Reactor) -> (Arc<Bytes>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
     let bytes = Arc::new(Bytes {
@@ -105,7 +111,7 @@ fn idle() -> (&'static Reactor, Arc<Bytes>, UnixStream) {
     let source = Arc::clone(&bytes) as Arc<dyn Source>;
     let token = reactor.add(source, bytes.fd.as_fd(), false).unwrap();
     *bytes.token.lock().unwrap() = token;
-    (reactor, bytes, theirs)
+    (bytes, theirs)
 }
 
 /// A reactor whose socket has become hot and was disarmed, the owner of the socket, and a function that sends a byte to the socket.
@@ -117,6 +123,28 @@ fn hot() -> (&'static Reactor, Arc<Bytes>, impl Fn()) {
         assert!(reactor.poll_ready(1, clock::now()));
     }
     (reactor, bytes, send)
+}
+
+/// As long as one socket has all the data, polls that find nothing there check the other sockets less often.
+#[test]
+fn the_other_sockets_are_checked_less_often_if_one_has_all_data() {
+    let (reactor, _first, first) = idle();
+    let (_second, second) = add_source(reactor);
+    let send = |to: &UnixStream| assert_eq!(rustix::io::write(to, &[1]), Ok(1));
+    let poll = |nth| reactor.poll_ready(nth, clock::now());
+    send(&first);
+    assert!(poll(1));
+    send(&second);
+    assert!(!poll(2) && poll(4));
+    for _ in 0..=STEADY_HITS {
+        send(&second);
+        assert!(poll(1));
+    }
+    send(&first);
+    assert!(!poll(4) && !poll(8) && poll(16));
+    // Now the first socket is hot, and has had one message.
+    send(&second);
+    assert!(poll(4));
 }
 
 #[test]
