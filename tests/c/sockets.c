@@ -2850,7 +2850,8 @@ static const char *closed_during_spawn(size_t arg)
 		if (error)
 			break;
 		fcntl(p.b, F_SETFD, 0);
-		usleep(300);
+		/* A program takes about 1 ms to start. */
+		usleep(random() % 3000);
 		close(p.b);
 		fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
 		usleep(300);

@@ -325,14 +325,33 @@ static HIDDEN: Mutex<Hidden> = Mutex::new(Hidden {
 });
 
 impl Hidden {
+    /// Makes `fd` one that is closed by exec, if it is still a descriptor of `sock`.
+    fn hide(&mut self, fd: c_int, sock: &'static Sock) {
+        if !table::sock(fd).is_some_and(|now| std::ptr::eq(now, sock)) {
+            return;
+        }
+        // SAFETY: no pointer is passed.
+        let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
+        if flags >= 0 && flags & libc::FD_CLOEXEC == 0 {
+            self.streams.push((fd, sys::cookie(fd), flags));
+            set_flags(fd, flags | libc::FD_CLOEXEC);
+        }
+    }
+
     fn restore(&mut self) {
         for (fd, cookie, flags) in self.streams.drain(..) {
-            // Another thread may have closed the stream meanwhile, and `fd` may be another descriptor.
+            // A call that the library does not see may have closed the stream, and `fd` may be another descriptor.
             if cookie.is_some() && sys::cookie(fd) == cookie {
                 set_flags(fd, flags);
             }
         }
     }
+}
+
+/// Called when the table entry of a stream has been removed, before the kernel closes its descriptor `fd`. Another thread that starts a program
+/// changes the flags of no descriptor that has the number `fd` later.
+pub fn closing(fd: c_int) {
+    HIDDEN.lock().streams.retain(|&(hidden, ..)| hidden != fd);
 }
 
 fn set_flags(fd: c_int, flags: c_int) {
@@ -368,10 +387,8 @@ fn spawn(start: impl FnOnce() -> c_int) -> c_int {
     HIDDEN.lock().spawns += 1;
     table::for_each(|fd, entry| {
         let Entry::Sock(sock) = entry else { return };
-        if let Some(flags) = pass_on(fd, sock, Starter::Continues) {
-            let mut hidden = HIDDEN.lock();
-            hidden.streams.push((fd, sys::cookie(fd), flags));
-            set_flags(fd, flags | libc::FD_CLOEXEC);
+        if pass_on(fd, sock, Starter::Continues).is_some() {
+            HIDDEN.lock().hide(fd, sock);
         }
     });
     let result = start();

@@ -1,7 +1,7 @@
 //! The hooks for the life of descriptors: socket, connect, accept, dup, close, exit, and socket options.
 
 use super::reliable as pairs;
-use super::{dgram, fail, is_nowhere};
+use super::{dgram, exec, fail, is_nowhere};
 use crate::conn::answers;
 use crate::conn::dgram::Dgram;
 use crate::conn::early;
@@ -37,7 +37,10 @@ fn close_entry(fd: c_int) {
 
 fn replace_entry(fd: c_int, entry: Entry, by_program: bool) {
     match table::replace(fd, entry) {
-        Entry::Sock(sock) => sock.closing(fd, by_program),
+        Entry::Sock(sock) => {
+            exec::closing(fd);
+            sock.closing(fd, by_program);
+        }
         Entry::Set(set) => {
             if set.drop_number(fd) {
                 early::forget_set(set);
