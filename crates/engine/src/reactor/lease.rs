@@ -39,7 +39,7 @@ pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
 /// poll, and the worker then receives for it.
 const SHORT_AFTER_ARM: u32 = 16;
 
-/// A post may start a lease. If no poll handled the sockets during that lease, this number of following posts start none.
+/// A post may start a lease. If neither a poll nor another post renewed that lease, this number of following posts start none.
 const POSTS_TO_SKIP: u32 = 1024;
 
 const fn nanos(duration: Duration) -> u64 {
@@ -91,10 +91,9 @@ pub(super) struct Lease {
     posted_at: AtomicU64,
     /// The value of `successful_polls` at that post.
     polls_at_post: AtomicU64,
-    /// Whether a post started the lease, and there was no idle poll since.
+    /// Whether a post started the lease, and since then no idle poll and no post has renewed it.
     is_by_post: AtomicBool,
-    /// The number of further posts that start no lease, because no poll handled the sockets during a lease that a post had
-    /// started.
+    /// The number of further posts that start no lease, because a lease that a post had started ended without a renewal.
     posts_to_skip: AtomicU32,
     /// Number of polls that found completions.
     successful_polls: AtomicU64,
@@ -274,6 +273,8 @@ impl Lease {
         let until = self.until.load(Ordering::Acquire);
         let polled = self.polled_until.load(Ordering::Relaxed);
         if posts_extend(t, until, polled, self.steady()) {
+            // The program goes on posting, so it does not wait for data that only the worker would receive.
+            self.is_by_post.store(false, Ordering::Relaxed);
             let lease = self.duration(t);
             self.until.store(t + nanos(lease), Ordering::Release);
             return self.renewed(t, lease, false);
@@ -286,7 +287,8 @@ impl Lease {
         let polls = self.successful_polls();
         let before = self.posted_at.swap(t, Ordering::Relaxed);
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
-        if polled && t <= before + nanos(POSTS_EXTEND_FOR) && !self.skips_post() {
+        let skips = self.skips_post();
+        if polled && t <= before + nanos(POSTS_EXTEND_FOR) && !skips {
             let actions = self.grant(t, false);
             // The flag is set after the grant. If it were set before, an awake worker could find the flag and no running lease,
             // and would conclude that a lease by a post has ended without a poll.
@@ -348,9 +350,9 @@ impl Lease {
             return Some(Duration::from_nanos(until - t));
         }
         if self.is_by_post.swap(false, Ordering::AcqRel) {
-            // No poll handled the sockets during the lease: every poll found a completion. This happens if the requests of the
-            // program complete without an acknowledgement of the peer (UC, or a standard peer), and the program then waits
-            // for the data of the peer by reading its own memory in a loop.
+            // The program has made no idle poll during the lease, and has posted nothing after its beginning. This happens if the
+            // requests of the program complete without an acknowledgement of the peer (UC, or a standard peer), and the program
+            // then waits for the data of the peer by reading its own memory in a loop.
             self.posts_to_skip.store(POSTS_TO_SKIP, Ordering::Relaxed);
         }
         None
@@ -603,6 +605,21 @@ mod tests {
             assert!(lease.on_wake(t).is_none());
         }
         assert!(post(t + MILLISECOND));
+    }
+
+    /// Each poll finds the completion of an earlier request for longer than posts renew the lease.
+    #[test]
+    fn posts_start_leases_as_long_as_the_program_posts_and_polls() {
+        let lease = Lease::new();
+        let mut t = 1000 * MILLISECOND;
+        let mut without = 0;
+        for _ in 0..1000 {
+            t += 40 * MICROSECOND;
+            lease.count_successful_poll();
+            let _ = lease.on_post(t);
+            without += u32::from(lease.on_wake(t).is_none());
+        }
+        assert!(without < 20, "no lease after {without} of 1000 posts");
     }
 
     #[test]
