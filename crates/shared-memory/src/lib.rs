@@ -5,9 +5,11 @@
 
 mod copy;
 mod order;
+mod stream;
 
 pub use copy::copy;
 pub use order::copy_last_word_last;
+use stream::copy_for_other;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
@@ -155,7 +157,7 @@ impl Shared {
         if let Some(to) = self.at(at, bytes.len()) {
             // SAFETY: `Self::at` has checked that `to` has room for `bytes`. They do not overlap, because `bytes` is not in the
             // shared memory.
-            unsafe { copy(bytes.as_ptr(), to, bytes.len()) };
+            unsafe { copy_for_other(bytes.as_ptr(), to, bytes.len()) };
         }
     }
 
@@ -189,7 +191,7 @@ impl Shared {
     pub unsafe fn put_from(&self, at: usize, from: *const u8, len: usize) {
         if let Some(to) = self.at(at, len) {
             // SAFETY: `Self::at` has checked that there is room, and the caller promises the rest.
-            unsafe { copy(from, to, len) };
+            unsafe { copy_for_other(from, to, len) };
         }
     }
 
