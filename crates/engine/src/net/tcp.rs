@@ -903,6 +903,7 @@ impl Tcp {
         flush: bool,
     ) -> Outcome {
         let mut written = 0;
+        let mut renew_at = TX_TURN_BYTES;
         let mut more = true;
         self.limited = false;
         loop {
@@ -956,6 +957,11 @@ impl Tcp {
                     self.counts.tx_bytes += n as u64;
                     self.unannounced = true;
                     written += n;
+                    if written >= renew_at && self.tx_shm {
+                        // The turn goes on as long as the peer reads the ring, which can be longer than a lease.
+                        renew_at = written + TX_TURN_BYTES;
+                        engine.keep_lease();
+                    }
                     self.sent += n;
                     if self.sent >= self.batch.len() {
                         self.batch.clear();

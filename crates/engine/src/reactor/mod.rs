@@ -453,6 +453,14 @@ impl Reactor {
         self.perform(self.lease.on_poll(self.epoch.nanos(now)));
     }
 
+    /// Called while a call of the program goes on sending: if a lease runs, the call may take longer than that lease.
+    pub(crate) fn keep_lease(&self) {
+        let now = clock::now();
+        if !thread::is_worker() && self.lease.runs(self.epoch.nanos(now)) {
+            self.renew_lease(now);
+        }
+    }
+
     /// Whether this idle poll may end after it has checked the polled memory.
     #[inline]
     fn may_skip_turn(&self, idle_polls: u64) -> bool {

@@ -199,6 +199,24 @@ fn a_poll_that_sends_for_many_queue_pairs_keeps_its_lease() {
     assert!((0..20).any(|_| kept(false)), "acknowledgements");
 }
 
+/// One call can copy many MiB to a ring of shared memory while the peer reads it.
+#[test]
+fn a_call_that_sends_for_long_keeps_a_lease_but_starts_none() {
+    let reactor = reactor();
+    reactor.keep_lease();
+    assert!(!reactor.lease_end().1, "a lease was started");
+    let pause = reactor.lease.short() * 3 / 4;
+    let kept = || {
+        reactor.on_idle_poll();
+        std::thread::sleep(pause);
+        let (before, runs) = reactor.lease_end();
+        reactor.keep_lease();
+        runs && reactor.lease_end().0 > before
+    };
+    // If the test is preempted, the lease may have ended.
+    assert!((0..20).any(|_| kept()), "the lease was not renewed");
+}
+
 /// A thread finds that the lease still runs, and corks a request after the lease has ended. If the timer were not set again, no thread would
 /// send that request.
 #[test]
