@@ -170,7 +170,8 @@ const NORMAL_PING: Row = exs(
     "--ping --mode normal --size 64",
     20000,
 );
-/// Normal sends that the receiver always reads, as in Russell's paper (see docs/exs.md).
+/// Normal sends without advertised receives, so that the receiver transfers all data with RDMA Reads, as in Russell's paper (see
+/// docs/exs.md).
 const READ_PING: Row = exs(
     "exs read 64 B, one way",
     "--ping --mode read --size 64",
@@ -364,7 +365,7 @@ const fn bound(row: &'static str, to: &'static str, limit: Limit) -> Bound {
     Bound { row, to, limit }
 }
 
-/// The most processor time, in percent, that a sender of persistent memory may use in addition to the device.
+/// The most processor time, in percent, that the sender may use in mode `persistent-send`, without that of the device.
 const SENDER: f64 = 1.0;
 
 /// The results of all runs.
@@ -374,7 +375,7 @@ struct Figures {
     values: BTreeMap<&'static str, Vec<f64>>,
     /// The processor time of client and server in percent, including that of the device.
     cpu: BTreeMap<&'static str, Vec<(f64, f64)>>,
-    /// The processor time of the sender of persistent memory without the device.
+    /// The processor time of the sender in mode `persistent-send`, in percent, without that of the device.
     sender: Vec<f64>,
     /// The number of bytes that the library copied in modes that should not copy.
     copied: u64,
@@ -509,8 +510,8 @@ fn median(values: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Runs several pings at the same time, each with one message in flight. Their ends are interrupted often, so that an end that uses
-/// the buffer of the next message for the current one finds wrong data.
+/// Runs several pings at the same time, each with one message in flight. The processes compete for the processors and are preempted
+/// often. So if an end used one buffer for both the current message and the next one, it would find wrong data in a message.
 fn simultaneous_pings() -> Result {
     let ttcp = sh::dist().join("bin/exs-ttcp");
     let start = |_| {
@@ -552,7 +553,8 @@ fn rust_examples() -> Result {
     Ok(())
 }
 
-/// Returns a command that runs a program with the device, over a transport.
+/// Returns a command that runs a program with the device. `transport`: an environment variable that configures the device; for most
+/// programs it selects the transport.
 fn on_device(program: &str, transport: Option<Variable>) -> Command {
     let mut command = Command::new(sh::dist().join("bin/anywarp"));
     command.envs(transport);

@@ -26,8 +26,8 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 static CHANGING: AtomicUsize = AtomicUsize::new(0);
 /// Number of threads that fork.
 static FORKING: AtomicUsize = AtomicUsize::new(0);
-/// The largest number of pauses of 0.1 ms in [`wait_until`]: a fork waits until no guard exists, and a new guard until no thread forks. A
-/// thread with a guard waits for nothing, but a busy host may not run it for some time, and the fork of a process with much memory takes long.
+/// The largest number of pauses of 0.1 ms in [`wait_until`]: a fork waits until no guard exists, and a new guard until no thread forks.
+/// Guards exist only briefly, but a busy host may delay the thread that has one, and the fork of a process with much memory takes long.
 const SLEEPS: u32 = 1000;
 
 thread_local! {
@@ -101,9 +101,10 @@ pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Installs the handlers of forks when the library is loaded. The one of the child increments [`generation`] and replaces the engine's
-/// descriptors. A thread that calls the library for the first time would be too late: the C library reads the list of handlers at the
-/// beginning of a fork, and copies the memory later.
+/// Installs the fork handlers when the library is loaded. The handler of the child increments [`generation`] and replaces the engine's
+/// descriptors. The first call of the library would be too late to install them. The C library reads the list of handlers at the
+/// beginning of a fork and copies the memory later, so a fork by another thread at that time could copy the engine without
+/// running the handlers.
 extern "C" fn watch_fork() {
     // SAFETY: the handlers are async-signal-safe: atomics and system calls only.
     unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
@@ -330,7 +331,8 @@ mod tests {
         static VALUE: Inherited<usize> = Inherited::new(|| {
             let call = CALLS.fetch_add(1, Ordering::SeqCst);
             if call == 0 {
-                // As a thread that does not exist any more: the test holds the lock until others have the value.
+                // This call stands for a thread that does not exist in a forked child: the test holds the lock until it has the value of
+                // another call.
                 drop(FIRST.lock().unwrap());
             }
             call

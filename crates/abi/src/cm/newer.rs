@@ -75,8 +75,8 @@ entry! {
         prepare_wait(object)?;
         object.resolved.set(None);
         let (engine, resolved) = (Arc::clone(&object.engine), object.resolved.clone());
-        // A name server may take long to answer. This call returns at once, and the engine's own thread has connections to serve, so
-        // another thread waits for the answer.
+        // A name server may take long to answer. The engine's own thread has connections to serve, and for an asynchronous identifier
+        // this call returns at once, so another thread waits for the answer.
         let resolver = std::thread::Builder::new().name("anywarp-resolve".to_owned()).spawn(move || {
             thread::block_signals();
             let (kind, status) = match resolution.run() {

@@ -1,5 +1,5 @@
 //! Requests and replies between identifiers (`rdma_cm_id`) of datagram services, on a UDP socket. The protocol resembles
-//! InfiniBand's SIDR, with retries and limits.
+//! InfiniBand's Service ID Resolution (SIDR), with retries and limits.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -159,8 +159,8 @@ impl Reply {
                 datagrams: std::slice::from_ref(&self.datagram),
                 from: self.datagram.from,
             };
-            // If the send buffer is full, the requester's next try gets the reply. A socket for IPv6 accepts the IPv4 address of a
-            // requester as it is.
+            // If the send buffer is full, the requester's next try gets the reply. IPv4 addresses are not mapped to IPv6 (`false`),
+            // because the kernel accepts them in this form on an IPv6 socket too.
             let _ = send_runs(fd.get(), false, &[run]);
         }
     }

@@ -175,7 +175,7 @@ mod tests {
         congestion.check(fd, now);
         assert_eq!(congestion.chosen.is_some(), is_replaced);
         if let Some(chosen) = &mut congestion.chosen {
-            // Counters that make the next difference a loss.
+            // The next check then counts so many retransmitted segments that the path is found to lose segments.
             chosen.resent = chosen.resent.wrapping_sub(2 * SPURIOUS);
             congestion.check(fd, now);
             assert!(congestion.chosen.is_some(), "it was checked just now");

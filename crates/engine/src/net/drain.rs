@@ -96,8 +96,8 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
     draining
 }
 
-/// Checks the newest [`CHECKED_MAX`] connections, and closes each whose peer has closed too. The worker would close them a
-/// moment later, but a program may count its descriptors after `ibv_destroy_qp(3)`.
+/// Checks the newest [`CHECKED_MAX`] connections, and closes each whose peer has closed too. The engine's own thread would
+/// close them a moment later, but a program may count its descriptors after `ibv_destroy_qp(3)`.
 pub(crate) fn close_finished() {
     let drains: Vec<Arc<Drain>> = {
         let all = DRAINS.get().lock();

@@ -1,8 +1,9 @@
 //! The hooks that read and write UDP sockets whose datagrams may be messages of datagram-iWARP.
 //!
 //! The kernel's calls still wait, report errors, and fill in addresses and control data. The
-//! library only replaces the buffers. A datagram that is not a message is called plain: the kernel
-//! sends it unchanged.
+//! library only replaces the buffers. Only reliable datagrams use another socket than the program's
+//! (see `reliable.rs`). A datagram that is not a message is called plain: the kernel sends it
+//! unchanged.
 
 use super::buffers::{Plan, gather, give_back, header, is_sound, parts, result, scatter, take};
 use super::reliable;
@@ -117,8 +118,9 @@ pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: 
     result(found, flags)
 }
 
-/// Returns the socket of a read call if received messages must be unwrapped. Sockets that are not registered yet are included:
-/// another thread may send a message, which registers the socket, while this call waits.
+/// Returns the socket of a read call if received messages must be unwrapped. A socket that is not yet registered in the
+/// directory, and to which peers therefore send no messages, is included: while this call waits, another thread may send a message,
+/// which registers the socket.
 #[inline]
 pub(super) fn reader(fd: c_int, flags: c_int) -> Option<&'static Dgram> {
     table::dgram(fd).filter(|d| d.opens() && flags & libc::MSG_OOB == 0)
@@ -317,7 +319,7 @@ fn longest(peer: &SocketAddr) -> usize {
 /// Writes a whole message to `at`. Returns its length.
 ///
 /// # Safety
-/// `at` has room for the headers and for the bytes of the list, whose buffers are readable.
+/// The buffers of `parts` are readable and contain `plan.length` bytes in all. `at` has room for these bytes, and `HEAD + TAIL` more.
 pub(super) unsafe fn join(
     fd: c_int,
     dgram: &Dgram,
@@ -398,7 +400,7 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
     let n = if length <= limits::JOINED {
         let mut all = [const { MaybeUninit::<u8>::uninit() }; HEAD + limits::JOINED + TAIL];
         let at = all.as_mut_ptr().cast::<u8>();
-        // SAFETY: the list has this length; the buffers are valid as upheld by the caller.
+        // SAFETY: `parts` contains `length` bytes in all, for which `all` has room; the caller guarantees that the buffers are valid.
         unsafe {
             let size = join(fd, dgram, &plan, parts, at);
             if own.msg_control.is_null() {

@@ -47,7 +47,7 @@ impl Reliable {
             is_renewing: false,
             proven_at: second(now),
             credit: 0,
-            // The number is above 2^32, so that truncated numbers of earlier packets can be expanded too.
+            // Numbers begin above 2^32, so that the expansion of a truncated number that is earlier than this one is not below 0.
             next: self.first_number,
             expected: None,
             tx: None,
@@ -66,8 +66,8 @@ impl Reliable {
         true
     }
 
-    /// Forgets peers that have been silent for [`IDLE`], unless packets are under way to them. Their incomplete
-    /// messages and waiting packets are dropped. Such a peer may still remember this queue pair, so the packet numbers
+    /// Forgets peers with which no packet was exchanged for [`IDLE`], unless packets are under way to them. Their
+    /// incomplete messages and waiting packets are dropped. Such a peer may still remember this queue pair, so the packet numbers
     /// of a new entry are larger than all that were sent before.
     pub(super) fn forget_idle(&mut self, now: Duration) {
         self.forget(now, |_, _| true);
