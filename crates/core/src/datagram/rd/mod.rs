@@ -440,7 +440,7 @@ fn second(now: Duration) -> u32 {
     u32::try_from(now.as_secs()).unwrap_or(u32::MAX)
 }
 
-/// How long a peer may be silent before it is forgotten. Longer than the lifetime of a datagram in the network, and
+/// A peer with which no packet was exchanged for this time is forgotten. Longer than the lifetime of a datagram in the network, and
 /// than the validity of a token for first contact.
 const IDLE: Duration = Duration::from_secs(60);
 /// If the peer has forgotten this end, unacknowledged packets that are younger than this have not
